@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.scans.source import ScanSource, first_files
-from unfog.data.scans.stack import ImageStack, check_shape, native, scaled
+from unfog.data.scans.stack import ImageStack, check_length, check_shape, native, scaled
 from unfog.data.sources.base import ImageError
 
 _MAGIC_AT, _MAGIC = 128, b"DICM"
@@ -58,6 +58,7 @@ class DicomStack(ImageStack):
     def __init__(self, path: Path) -> None:
         import pydicom
         from pydicom.errors import InvalidDicomError
+        from pydicom.uid import UID
 
         self._path = path
         try:
@@ -79,6 +80,10 @@ class DicomStack(ImageStack):
         bits = int(header.get("BitsAllocated") or 0)
         check_shape(self.shape, np.dtype(np.float64 if bits > 32 else np.uint32))
         _check_decoder(syntax)
+        # Each compressed frame has a header of 8 bytes at least.
+        stored = 2 if header.get("PhotometricInterpretation") == "YBR_FULL_422" else samples
+        frame = 8 if UID(syntax).is_encapsulated else self.shape[0] * self.shape[1] * stored * bits // 8
+        check_length(path, self.count * frame)
         self.dtype = self._type(bits)
         self.note = self._window()
 

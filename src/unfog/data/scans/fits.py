@@ -65,8 +65,8 @@ class FitsStack(ImageStack):
         self._blank = header.get("BLANK") if stored.kind in "iu" else None
         self._sides = tuple(int(side) for side in part.shape)
         *outer, height, width = self._sides
-        self._channels = outer[-1] if axes != "auto" and outer else 1
-        self._outer = outer[:-1] if axes != "auto" else outer
+        self._channels = outer[-1] if axes == "NCHW" and outer else 1
+        self._outer = outer[:-1] if axes == "NCHW" else outer
         self.count = math.prod(self._outer)
         # Integers of 16 bits without a sign have a BZERO of 32768, as FITS has no type for them.
         self._unsigned = {8: np.int8, 16: np.uint16, 32: np.uint32}.get(header["BITPIX"]) if self._slope == 1 else None

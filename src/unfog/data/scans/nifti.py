@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import struct
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +16,9 @@ from unfog.data.scans.stack import ImageStack, check_length, check_shape, native
 from unfog.data.sources.base import ImageError
 
 _MOST_UNPACKED = 2**29  # bytes of a compressed volume, of which a few are in memory at a time
+_MOST_EXTENSIONS = 2**26  # bytes before the voxels
+_HEADER_BYTES = 348
+_OFFSETS = {348: ("f", 108), 540: ("q", 168)}  # length of a header -> type and place of the offset of its voxels
 _COLOURS = {("R", "G", "B"): 3, ("R", "G", "B", "A"): 4}
 _X, _Y, _Z = range(3)  # to the right, to the front and up
 
@@ -38,11 +42,12 @@ class NiftiStack(ImageStack):
     def __init__(self, path: Path, axes: str) -> None:
         import nibabel
 
+        self._packed = path.name.lower().endswith(".gz")
+        _check_offset(path, self._packed)
         image = nibabel.load(path)
         if not isinstance(image, nibabel.Nifti1Image):
             raise ImageError("not NIfTI")
         self._proxy = image.dataobj
-        self._packed = path.name.lower().endswith(".gz")
         self._path = path
         self._raw: NDArray[Any] | None = None
         sides = tuple(int(side) for side in self._proxy.shape)
@@ -123,6 +128,23 @@ class NiftiStack(ImageStack):
     def close(self) -> None:
         super().close()
         self._raw = None
+
+
+def _check_offset(path: Path, packed: bool) -> None:
+    """Raise ImageError if a header is none, or puts the voxels behind more than nibabel should read before them."""
+    with gzip.open(path) if packed else open(path, "rb") as file:
+        head = file.read(_HEADER_BYTES)
+    if len(head) < _HEADER_BYTES:
+        raise ImageError("truncated" if head else "empty")
+    for order in "<>":
+        (size,) = struct.unpack_from(f"{order}i", head)
+        if size in _OFFSETS:
+            kind, at = _OFFSETS[size]
+            (offset,) = struct.unpack_from(f"{order}{kind}", head, at)
+            if not 0 <= offset <= _MOST_EXTENSIONS:
+                raise ImageError(f"a header that puts its voxels at byte {offset:g}")
+            return
+    raise ImageError("not NIfTI")
 
 
 def _scaling(proxy: Any) -> tuple[float, float]:

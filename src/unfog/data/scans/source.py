@@ -33,6 +33,7 @@ from unfog.text import sanitize
 
 _LOOKED_AT = 1000  # entries of a folder, by which its format is known
 _FOLDERS_LOOKED_AT = 100
+_MOST_IMAGES = 10_000_000  # in one file
 _TIFF = frozenset([".tif", ".tiff"])
 
 
@@ -173,8 +174,8 @@ class ScanSource(Source):
         stack = self.open_stack(regular_file(path, self.folder, follow=True))
         try:
             check_shape(stack.shape, stack.dtype)
-            if stack.count < 1:
-                raise ImageError("no images")
+            if not 1 <= stack.count <= _MOST_IMAGES:
+                raise ImageError(f"{stack.count:,} images")
         except ImageError:
             stack.close()
             raise

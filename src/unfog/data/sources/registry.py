@@ -94,7 +94,7 @@ def open_source(
     """Open the source that a text means.
 
     Args:
-        text: a built-in name, hf:NAME, a URL, the path of a folder or file, FORMAT:PATH with tiff, nifti, dicom or fits,
+        text: a built-in name, hf:NAME, a URL, the path of a folder or file, FORMAT:PATH of tiff, nifti, dicom or fits,
             a pattern of paths of tar shards with {000..099}, {a,b}, * or ?, or python:MODULE:CLASS.
         progress: called with (megabytes done, megabytes in all) while an index of shards is built, which may take
             minutes once. It may raise to stop; what is done by then is kept.
