@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import resource
+import shlex
 import struct
 import subprocess
 import sys
@@ -14,7 +15,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import unfog
 from conftest import TRANSFORMER
+from test_docs import commands
 from unfog.cli.main import main
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
@@ -265,8 +268,11 @@ def test_damaged_files_are_named_and_left_out(tmp_path: Path) -> None:
     assert "6 skipped" in line
 
 
-def test_pages_that_unpack_to_far_more_than_the_image_are_refused(tmp_path: Path) -> None:
-    tifffile.imwrite(tmp_path / "a.tif", np.zeros((2, 20000, 10000), np.uint8), compression="zlib", rowsperstrip=20000)
+def test_pages_that_unpack_to_far_more_than_the_image_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("unfog.data.scans.tiff._HARMLESS", 2**16)
+    tifffile.imwrite(tmp_path / "a.tif", np.zeros((2, 2000, 1000), np.uint8), compression="zlib", rowsperstrip=2000)
     with tifffile.TiffFile(tmp_path / "a.tif", mode="r+b") as file:
         for page in file.pages:
             page.tags["ImageWidth"].overwrite(16)
@@ -329,3 +335,26 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr("unfog.data.scans.source.find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"nibabel.*science"):
         open_source(tmp_path / "scans")
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for kind, folder in (("nifti", "brains"), ("dicom", "chests"), ("fits", "sky")):
+        make(kind, tmp_path / folder)
+    (tmp_path / "cells").mkdir()
+    tifffile.imwrite(tmp_path / "cells" / "a.ome.tif", PAGES[:, :, :2], metadata={"axes": "TZCYX"})
+    page = (Path(unfog.__file__).parents[2] / "docs" / "microscopy-and-medical.md").read_text()
+    lines = [shlex.split(line, comments=True)[1:] for line in commands(page)]
+    assert len(lines) == 13
+    tiny = ["--network", TRANSFORMER, "--size", 12, "--steps", 1, "--batch", 4, "--device", "cpu"]
+    for i, (verb, place, *rest) in enumerate(lines):
+        if verb == "train":
+            command("train", place, *rest, *tiny, "--out", f"runs/{i}-{Path(place).name}")
+            first = Path(f"runs/{Path(place).name}")
+            if not first.exists():
+                first.symlink_to(f"{i}-{Path(place).name}")
+        else:
+            command("sample", place, *rest, "--steps", 1, "--device", "cpu")
+    assert len(list(tmp_path.glob("runs/cells/pictures*/*.tif"))) == 32
+    assert len(list(tmp_path.glob("runs/sky/pictures*/*.fits"))) == 16
