@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import resource
 import shlex
 import struct
@@ -182,6 +183,11 @@ def test_folders_of_pictures_and_older_runs_stay_as_they_were(tmp_path: Path) ->
     (single := tmp_path / "single").mkdir()
     pages[0].save(single / "a.tif")
     assert locate(str(single))[0].__name__ == "FolderSource"
+    os.mkfifo(single / "0.tif")
+    assert locate(str(single))[0].__name__ == "FolderSource"
+    (deep := tmp_path / "deep").mkdir()
+    tifffile.imwrite(deep / "a.tif", VOLUME[0].astype(np.float64))
+    assert locate(str(deep))[0].__name__ == "TiffSource"
     (stacks := tmp_path / "stacks").mkdir()
     pages[0].save(stacks / "a.tif", save_all=True, append_images=pages[1:])
     assert locate(str(stacks))[0].__name__ == "TiffSource"
@@ -199,6 +205,17 @@ def test_whole_volumes_are_held_out(tmp_path: Path) -> None:
     held = {int(image.min()) for image in np.asarray(dataset.held_out.pixels)}
     assert len(dataset.train) == 114
     assert held
+
+
+def test_classes_of_volumes_come_from_a_table_or_from_folders(tmp_path: Path) -> None:
+    place = make("nifti", tmp_path / "scans", 4)
+    (tmp_path / "labels.csv").write_text("file,label\n" + "".join(f"{i}.nii.gz,{'ab'[i % 2]}\n" for i in range(3)))
+    dataset = prepare(open_source(place), Data(labels=str(tmp_path / "labels.csv")), lambda done, of: None)
+    assert dataset.report.class_counts == {"a": 12, "b": 6}
+    for i in range(4):
+        (place / f"c{i % 2}").mkdir(exist_ok=True)
+        (place / f"{i}.nii.gz").rename(place / f"c{i % 2}" / f"{i}.nii.gz")
+    assert prepare(open_source(place), Data(), lambda done, of: None).report.class_counts == {"c0": 12, "c1": 12}
 
 
 def damage(folder: Path) -> dict[str, str]:

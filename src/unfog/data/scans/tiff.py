@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 import zlib
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
 
 from unfog.data.scans.source import ScanSource, first_files
 from unfog.data.scans.stack import ImageStack, check_length, check_shape, native, read_part
@@ -24,7 +26,7 @@ _PLAIN, _DEFLATE = 1, (8, 32946)
 _WITHOUT_CODECS = (_PLAIN, *_DEFLATE, 32773)  # compressions that tifffile reads by itself
 _DEFLATE_RATIO = 1032  # at most
 _HARMLESS = 2**26  # bytes
-_LOOKED_AT = 4  # files of a folder, by which it is known whether they are pictures
+_LOOKED_AT = 8  # files of a folder, by which it is known whether they are pictures
 _UNNAMED = "QI"  # axes of which a file does not say what they are
 _MOST_PAGES = 1_000_000
 
@@ -32,7 +34,8 @@ _MOST_PAGES = 1_000_000
 class TiffSource(ScanSource):
     """Images in TIFF files: all pages, and all channels.
 
-    A folder of TIFF files of one page each, in grey or colours that Pillow reads, remains one of pictures.
+    A folder of TIFF files of one page each, in grey or colours that Pillow reads, remains one of pictures; so does one
+    with few others among its first files.
     """
 
     suffixes = (".tif", ".tiff")
@@ -43,24 +46,39 @@ class TiffSource(ScanSource):
 
     @classmethod
     def is_folder_of(cls, folder: str) -> bool:
-        files = sorted(path for path in first_files(folder) if cls.has_name(os.path.basename(path)))
-        return find_spec(cls.package) is not None and any(map(_is_stack, files[:_LOOKED_AT]))
+        if find_spec(cls.package) is None:
+            return False
+        files = sorted(path for path in first_files(folder) if cls.has_name(os.path.basename(path)))[:_LOOKED_AT]
+        return 2 * sum(map(_is_stack, files)) > len(files)
 
     def open_stack(self, path: Path) -> ImageStack:
         return TiffStack(path, self._axes)
 
 
 def _is_stack(path: str) -> bool:
-    """Return True for a TIFF file of several pages or of other channels than pictures have."""
+    """Return True for a TIFF file of several pages or unusual channels, or one that Pillow cannot read."""
     import tifffile
 
+    if not os.path.isfile(path):  # a pipe, which would wait for its writer
+        return False
     try:
         with tifffile.TiffFile(path, _multifile=False) as file:
             page = file.pages.first
-            several = len(file.pages) > 1 or (file.is_imagej and len(file.series[0].pages) > 1)
-            return several or page.samplesperpixel not in (1, 2, 3, 4)
+            with suppress(IndexError):
+                return bool(file.pages[1])
+            if page.samplesperpixel not in (1, 2, 3, 4) or (file.is_imagej and len(file.series[0].pages) > 1):
+                return True
+        return not _is_picture(path)
     except Exception:  # damaged, which the reader of pictures reports
         return False
+
+
+def _is_picture(path: str) -> bool:
+    try:
+        Image.open(path, formats=["TIFF"]).close()
+    except UnidentifiedImageError:
+        return False
+    return True
 
 
 class TiffStack(ImageStack):
