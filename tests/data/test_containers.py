@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import unfog
 from conftest import TRANSFORMER
 from unfog.cli.main import main
 from unfog.data.prepare import prepare
@@ -26,6 +29,7 @@ zarr = pytest.importorskip("zarr")
 xarray = pytest.importorskip("xarray")
 
 RNG = np.random.default_rng(0)
+MANUAL = Path(unfog.__file__).parents[2] / "docs" / "arrays.md"
 FIELDS = (RNG.normal(size=(24, 12, 16, 4)) * [1, 10, 100, 1000] + [0, 5, 100, -3000]).astype(np.float32)
 TURNED = xarray.DataArray(FIELDS.transpose(3, 2, 0, 1), dims=("band", "lon", "time", "lat"))
 
@@ -297,14 +301,42 @@ def test_the_dimensions_of_a_data_array_are_found_by_their_names() -> None:
         StoredImages.store(TURNED.rename(band="a", lat="b"))
 
 
+@pytest.mark.parametrize(("name", "library"), [("a.h5", "h5py"), ("a.zarr", "zarr")])
+def test_a_missing_library_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, library: str) -> None:
+    written(tmp_path, "contiguous" if name == "a.h5" else "shards")
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(RequestError, match=r"is not installed: pip install .*science"):
+        open_source(f"{tmp_path}/{name}:x" if name == "a.h5" else tmp_path / name)
+
+
+QUIET = ["--preview.every", "-1", "--evaluate.every", "-1"]
+TINY = ["--network", TRANSFORMER, "--batch", "4", "--steps", "2", "--device", "cpu", *QUIET]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MANUAL.exists(), reason="installed without its repository")
+@pytest.mark.filterwarnings("ignore::zarr.errors.ZarrUserWarning")
+def test_the_commands_of_the_manual_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with h5py.File("run42.h5", "w") as file:
+        file["fields/density"] = FIELDS
+    field = TURNED[0].rename("t2m").to_dataset()
+    field.to_netcdf("era5.nc", engine="h5netcdf")
+    field.rename(t2m="tas").to_zarr("cmip6.zarr")
+    section = MANUAL.read_text("utf-8").partition("## Simulations")[2].partition("```bash\n")[2].partition("```")[0]
+    lines = section.splitlines()
+    assert len(lines) == 3
+    for line in lines:
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main([*shlex.split(line, comments=True)[1:], *TINY])
+
+
 @pytest.mark.slow
 def test_a_run_is_trained_resumed_and_sampled_from_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     TURNED.to_dataset(name="v").to_netcdf("a.nc", engine="h5netcdf")
-    quiet = ["--preview.every", "-1", "--evaluate.every", "-1"]
-    tiny = ["--network", TRANSFORMER, "--batch", "4", "--steps", "2", "--device", "cpu", *quiet]
     drawn = ["sample", "run", "-n", "2", "--steps", "2", "--out", "drawn"]
-    for words in (["train", "a.nc:v", "--out", "run", *tiny], ["resume", "run", "--steps", "3"], drawn):
+    for words in (["train", "a.nc:v", "--out", "run", *TINY], ["resume", "run", "--steps", "3"], drawn):
         with pytest.raises(SystemExit, match=r"^0$"):
             main(words)
     assert np.load("drawn/000000.npy").shape == (12, 16, 4)

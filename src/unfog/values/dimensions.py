@@ -40,7 +40,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(names: Sequence[str]) -> Layout | None:
-    """Return what dimensions of these names are; None if the names leave that open.
+    """Return the layout that the names of dimensions show; None if they leave it open.
 
     Rows and columns need known names, such as y and x or lat and lon. One more dimension is that of images, unless it
     is named as channels. Of two, one is named as channels, or both as images, such as member and time.

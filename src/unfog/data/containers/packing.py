@@ -14,7 +14,7 @@ _MISSING = ("_FillValue", "missing_value")
 
 
 class Packing(NamedTuple):
-    """How stored numbers become values: scale x number + offset, and some numbers mean that a value is missing."""
+    """Linear map from stored numbers to values, scale x number + offset, and the numbers that mean missing values."""
 
     scale: float
     offset: float
@@ -24,7 +24,7 @@ class Packing(NamedTuple):
     def of(cls, attributes: Mapping[str, Any], place: str) -> Packing | None:
         """Return the packing that attributes of the CF conventions describe, None without.
 
-        RequestError if an attribute is no number.
+        RequestError if an attribute is not a number.
         """
         numbers = {name: _numbers(attributes[name], name, place) for name in _MISSING if name in attributes}
         missing = tuple(value for values in numbers.values() for value in values if not np.isnan(value))
@@ -70,5 +70,5 @@ _USUAL = (("scale_factor", 1.0), ("add_offset", 0.0))
 def _numbers(value: Any, name: str, place: str) -> tuple[float, ...]:
     values = np.asarray(value)
     if values.dtype.kind not in "biuf" or values.size > 16:
-        raise RequestError(f"{place} has {name} = {str(value)[:40]}, which is no number; write that attribute anew")
+        raise RequestError(f"{place} has {name} = {str(value)[:40]}, which is not a number; write that attribute anew")
     return tuple(float(one) for one in values.ravel())

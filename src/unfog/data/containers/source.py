@@ -86,7 +86,7 @@ class ContainerSource(Source):
             return replace(location, paths=(location.resolved, "")) if taken else None
         if location.form == "files":
             return None
-        # NAME may have slashes, so that FILE:NAME is no path.
+        # NAME may have slashes, and then FILE:NAME is not a path.
         text = location.resolved
         if (found := cls.marks.fullmatch(text)) is None or os.path.lexists(os.path.expanduser(text)):
             return None

@@ -47,7 +47,7 @@ class StoredArray:
     """[N] labels beside the array."""
 
     def check(self) -> None:
-        """Raise RequestError if the values are no numbers, or the shape cannot be believed or read."""
+        """Raise RequestError if the values are not numbers, or the shape cannot be believed or read."""
         place, shape = self.place, "x".join(map(str, self.shape))
         check_type(self.dtype, place)
         if not self.shape or 0 in self.shape:
@@ -82,7 +82,7 @@ class StoredArray:
 
 
 def check_type(dtype: np.dtype[Any], place: str) -> None:
-    """Raise RequestError for values that are no real numbers."""
+    """Raise RequestError for values that are not real numbers."""
     if dtype.names is not None:
         fields = ", ".join(map(str, dtype.names[:5]))
         raise RequestError(f"{place} holds records ({fields}); store one field as an array of its own")

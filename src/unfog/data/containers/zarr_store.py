@@ -201,7 +201,7 @@ def _size(path: Path) -> int:
 
 
 def _check_codecs(version: int, metadata: Mapping[str, Any], place: str) -> None:
-    """Raise RequestError for values that are no numbers, and codecs that are not known to decompress alone."""
+    """Raise RequestError for values that are not numbers, and codecs that are not known to decompress alone."""
     if version == 2:
         kind, text = metadata.get("dtype"), str(metadata.get("dtype"))[:40]
         check_type(np.dtype([("0", "u1")]) if isinstance(kind, list) else np.dtype(kind), place)
