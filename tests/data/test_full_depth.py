@@ -379,3 +379,21 @@ def test_arrays_in_sub_folders_have_these_as_classes(tmp_path: Path) -> None:
     # One picture makes it a folder of pictures, as before.
     Image.new("RGB", (8, 8)).save(tmp_path / "x/ice/a.png")
     assert list(open_source(tmp_path / "x").names) == ["ice/a.png"]
+
+
+@pytest.mark.slow
+def test_half_precision_keeps_eleven_bits_in_half_of_the_space(tmp_path: Path) -> None:
+    x = FIELDS.copy()
+    x[3, 0, 0, 3] = 70_000  # beyond float16
+    made = pack(PackRequest(str(saved(tmp_path, x)), tmp_path / "pack", Data(dtype="float16", held_out=0)))
+    opened = Pack.open(made)
+    assert [one.name for one in opened.report.skipped] == ["00000003"]
+    expected = planes(np.delete(x, 3, 0)).astype(np.float16)
+    assert np.array_equal(np.asarray(opened.images.pixels), expected)
+    assert opened.images.pixels.dtype == np.float16
+    data = {"flip": True, "held_out": 0}
+    run = unfog.train(made, out=tmp_path / "run", data=data, **TINY)
+    assert run.sample(2, steps=2).dtype == np.float32
+    direct = {"dtype": "float16", "range": (-5000, 5000), "cache": "none"}
+    again = unfog.train(tmp_path / "x.npy", out=tmp_path / "again", data=direct, **TINY)
+    assert np.isfinite(again.sample(2, steps=2)).all()
