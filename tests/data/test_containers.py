@@ -238,6 +238,26 @@ def test_chunks_that_are_not_stored_are_said(tmp_path: Path, version: int) -> No
     assert not source.read(21).any()
 
 
+def test_a_store_that_is_gone_is_not_read_as_its_fill_value(tmp_path: Path) -> None:
+    source = open_source(written(tmp_path, "zarr 3"))
+    assert source.folder_problem(0) == ""
+    (tmp_path / "a.zarr").rename(tmp_path / "away")
+    with pytest.raises(FileNotFoundError):
+        source.read(7)
+    assert source.folder_problem(0)
+    (tmp_path / "away").rename(tmp_path / "a.zarr")
+    assert is_fields(source)
+
+
+def test_a_chunk_that_is_a_link_costs_its_images(tmp_path: Path) -> None:
+    zarr.create_array(tmp_path / "a.zarr", data=FIELDS, chunks=(2, 12, 16, 4))
+    chunk = tmp_path / "a.zarr/c/1/0/0/0"
+    chunk.rename(tmp_path / "secret")
+    chunk.symlink_to(tmp_path / "secret")
+    found = prepare(open_source(tmp_path / "a.zarr"), Data(cache="memory"))
+    assert [one.name for one in found.report.skipped] == ["00000002", "00000003"]
+
+
 class Planted:
     """An object whose unpickling leaves a mark."""
 

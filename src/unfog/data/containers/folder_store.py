@@ -13,13 +13,19 @@ from unfog.files.safe_files import open_file
 
 
 class FolderStore(Store):  # type: ignore[misc]
-    """Files below a folder. A link, to a file or on the way to it, is an OSError."""
+    """Files below a folder. A link, to a file or on the way to it, is an OSError, and so is a missing folder.
+
+    Args:
+        root: the folder.
+        mark: path of a file that stays there while the store does. Without it a missing chunk is not one of the fill
+            value.
+    """
 
     supports_writes = supports_deletes = supports_listing = False
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, mark: str) -> None:
         super().__init__(read_only=True)
-        self._root = root
+        self._root, self._mark = root, mark
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FolderStore) and self._root == other._root
@@ -37,6 +43,7 @@ class FolderStore(Store):  # type: ignore[misc]
                 file.seek(start)
                 data = file.read(size)
         except FileNotFoundError:
+            open_file(self._root / self._mark, "rb", self._root).close()
             return None
         return (prototype or default_buffer_prototype()).buffer.from_bytes(data)
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from unfog.data.containers.packing import Packing
 from unfog.data.containers.stored_array import StoredArray
 from unfog.data.file_rows import is_local
+from unfog.data.outages import KnownFolders
 from unfog.data.sources.arrays import as_nhwc, free_memory, index_labels
 from unfog.data.sources.base import ImageError, LazyNames, OpenOptions, Source, SourceLocation
 from unfog.errors import RequestError
@@ -44,9 +45,9 @@ class ContainerSource(Source):
     """What a container and the name of an array look like as SOURCE: the groups are both."""
 
     def __init__(self, location: SourceLocation, options: OpenOptions) -> None:
-        self.path, name = location.paths
+        self.path, self.array_name = location.paths
         self.name = location.name
-        self._array = self.open_array(self.path, name)
+        self._array = self.open_array(self.path, self.array_name)
         self._array.check()
         self.resolved = location.resolved
         array = self._array
@@ -61,6 +62,8 @@ class ContainerSource(Source):
             self.reading_warnings.append(array.missing_line)
         self.names = LazyNames("{:08}".format, range(count))
         self._blocks = _Blocks()
+        self._folder = self.path if os.path.isdir(self.path) else os.path.dirname(self.path)
+        self._known_folder = KnownFolders.of(self._folder)
         # A copy in the cache reads no faster where each image is stored as it is.
         self.in_place = not array.chunk and is_local(Path(self.path))
         if array.labels is not None:
@@ -104,8 +107,9 @@ class ContainerSource(Source):
         try:
             values = self._stored(i)
         except OSError as error:
-            if error.errno:
-                raise
+            number = error.errno or _errno(error)
+            if number:  # of the file system, after which a later read may succeed
+                raise OSError(number, os.strerror(number), self.path) from error
             raise ImageError(_damage(error)) from error
         except (ValueError, RuntimeError, TypeError, KeyError, OverflowError) as error:  # of decompressors
             raise ImageError(_damage(error)) from error
@@ -116,6 +120,9 @@ class ContainerSource(Source):
             return self._layout.as_image(values)
         image = values[0]
         return np.asarray(as_nhwc(self.name, np.broadcast_to(image, (2, *image.shape)), axes=self._axes)[0][0])
+
+    def folder_problem(self, i: int) -> str:
+        return self._known_folder.problem(os.path.join(self._folder, "any"))
 
     def _count(self, array: StoredArray, layout: Layout | None) -> int:
         """Return the number of images. RequestError if the shape is none of images."""
@@ -181,6 +188,12 @@ def unreadable(path: str, error: BaseException, remedy: str) -> RequestError:
     """Return the error for a container that its library cannot read."""
     reason = " ".join(sanitize(str(error)).split())[:160] or type(error).__name__
     return RequestError(f"{sanitize(path)} cannot be read: {reason}; {remedy}")
+
+
+def _errno(error: OSError) -> int:
+    """Return the number of the system's error in an error of HDF5, which has it in its text alone; 0 without."""
+    found = re.search(r"errno = (\d{1,4})\b", str(error))
+    return int(found[1]) if found else 0
 
 
 def _damage(error: BaseException) -> str:

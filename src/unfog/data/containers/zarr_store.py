@@ -72,12 +72,8 @@ class ZarrSource(ContainerSource):
             raise unreadable(place, error, "restore the store, or write it anew") from None
 
     def stamp(self) -> tuple[str, int]:
-        folder = Path(self._folder)
+        folder = Path(self.path) / self.array_name
         return files_digest(folder, sorted(_files(folder)))
-
-    @property
-    def _folder(self) -> Path:
-        return Path(self.path) / self.resolved.removeprefix(self.path).removeprefix(":")
 
 
 def _open(
@@ -86,7 +82,8 @@ def _open(
     zarr = _import_zarr()
     from unfog.data.containers.folder_store import FolderStore
 
-    opened = zarr.open_array(FolderStore(root), path=name, mode="r", zarr_format=version)
+    mark = os.path.join(name, "zarr.json" if version == 3 else ".zarray")
+    opened = zarr.open_array(FolderStore(root, mark), path=name, mode="r", zarr_format=version)
     shape, dtype = tuple(opened.shape), np.dtype(opened.dtype)
     files = tuple(getattr(opened, "shards", None) or opened.chunks)  # each of which is a file
     if len(files) != len(shape) or 0 in files:
