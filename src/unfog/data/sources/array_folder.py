@@ -106,8 +106,10 @@ def _list_below(folder: str, patience: int | None = None) -> tuple[list[str], li
             name, ending = prefix + entry.name, os.path.splitext(entry.name)[1].lower()
             if entry.name.startswith("."):
                 continue
-            if entry.is_dir():
-                if entry.is_symlink():
+            # os.path.isdir is False for links in a circle, of which entry.is_dir is an error.
+            linked = entry.is_symlink()
+            if os.path.isdir(entry.path) if linked else entry.is_dir():
+                if linked:
                     left_out.append(SkippedFile(f"{name}/", "a link to a folder, which is not followed among arrays"))
                 else:
                     pending.append(f"{name}/")
