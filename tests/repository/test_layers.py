@@ -44,7 +44,9 @@ ALLOWED = {
 SUBFOLDERS = {
     "data.buckets": {"", "sources"},
     "data.sources": {""},
+    "data.containers": {"", "sources"},
     "data.full_depth": {"", "sources"},
+    "data.scans": {"", "sources"},
     "data.webdataset": {"", "sources"},
     "data.packs": {"", "sources"},
     "training.stability": {""},
