@@ -44,6 +44,7 @@ ALLOWED = {
 SUBFOLDERS = {
     "data.buckets": {"", "sources"},
     "data.sources": {""},
+    "data.columns": {"", "sources"},
     "data.full_depth": {"", "sources"},
     "data.webdataset": {"", "sources"},
     "data.packs": {"", "sources"},

@@ -124,7 +124,8 @@ def build_loss(config: Config, state: TrainState | None = None) -> LossFunction:
 
 def build_objective(config: Config) -> Objective:
     interleaved = config.training.noise == "batch"  # a batch drawn at once is split between micro-batches and ranks
-    return Objective(config.diffusion, config.label_dropout, interleaved)
+    hiding = {"dropout_each": config.condition_dropout, "spans": config.conditions.spans}
+    return Objective(config.diffusion, config.label_dropout, interleaved=interleaved, **hiding)
 
 
 def fitted(objective: Objective, state: TrainState) -> Objective:

@@ -12,7 +12,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from lzma import LZMAError
 from pathlib import Path
@@ -60,7 +60,7 @@ class ArraySource(Source):
     def __init__(self, path: Path, name: str, axes: str = "auto") -> None:
         self._path, self.name, self.resolved = path, name, str(path.resolve())
         try:
-            images, labels, unused, stored_axes = _read(path, name)
+            images, labels, others, stored_axes = _read(path, name)
             self._stamp = _file_digest(path)
         except RequestError:
             raise
@@ -80,11 +80,13 @@ class ArraySource(Source):
         self.names = LazyNames("{:08}".format, range(len(images)))
         if labels is not None:
             self.classes, self.labels = _index_labels(name, labels, len(images))
-        elif unused:
+        elif others:
+            unused = [sanitize(each) for each in others[:5]]
             self.label_warning = (
                 f"{sanitize(name)} also holds {', '.join(unused)}, which is not used; labels are an array called "
-                f"{' or '.join(_LABEL_KEYS)}"
+                f"{' or '.join(_LABEL_KEYS)}, and --condition {unused[0]} makes it a condition"
             )
+        self.values_by_name = _Members(path, name, others, len(images))
 
     @classmethod
     def load(cls, location: SourceLocation, options: OpenOptions) -> ArraySource:
@@ -188,9 +190,36 @@ def _read(path: Path, name: str) -> tuple[NDArray[Any] | FileRows, NDArray[Any] 
         axes = str(_read_member(archive, _AXES, name)) if _AXES in keys else ""
         if axes not in ("", "NCHW", "NHWC"):
             raise ValueError(f"{_AXES} is {sanitize(axes):.20}, and neither NCHW nor NHWC")
-        unused = [sanitize(key) for key in keys if key not in (images, labels, _AXES)]
+        others = [key for key in keys if key not in (images, labels, _AXES)]
         found = None if labels is None else _read_member(archive, labels, name)
-        return _read_member(archive, images, name), found, unused[:5], axes
+        return _read_member(archive, images, name), found, others, axes
+
+
+class _Members(Mapping[str, NDArray[Any]]):
+    """The other arrays of an .npz file, read when they are asked for. RequestError if one is not of the images."""
+
+    def __init__(self, path: Path, name: str, keys: list[str], count: int) -> None:
+        self._path, self._name, self._keys, self._count = path, name, keys, count
+
+    def __getitem__(self, key: str) -> NDArray[Any]:
+        if key not in self._keys:
+            raise KeyError(key)
+        said = f"the array {sanitize(key)} of {sanitize(self._name)}"
+        try:
+            with zipfile.ZipFile(self._path) as archive:
+                found = _read_member(archive, key, self._name)
+        except (*_DAMAGE_ERRORS, zipfile.BadZipFile) as error:
+            raise RequestError(f"{said} cannot be read: {str(error)[:160]}; store it again") from None
+        if found.shape[:1] != (self._count,):
+            shape = "x".join(map(str, found.shape)) or "one value"
+            raise RequestError(f"{said} is {shape}, and there are {self._count:,} images; give a value for each")
+        return np.char.decode(found, "utf-8", "replace") if found.dtype.kind == "S" else found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
 
 def _read_member(archive: zipfile.ZipFile, key: str, name: str) -> NDArray[Any]:
