@@ -16,6 +16,7 @@ from typing import Protocol
 from unfog.config.schema import Config, ImageFacts
 from unfog.config.toml import to_toml
 from unfog.data.buckets.prepare import BucketChoice, prepare_buckets
+from unfog.data.columns.conditions import resolved_condition
 from unfog.data.dataset import Dataset
 from unfog.data.full_depth.choice import kept_line
 from unfog.data.full_depth.fit import fit_values
@@ -95,6 +96,7 @@ def load_images(
     _report(config, source, dataset, few)
     dataset = _keep_values(config, dataset)
     data = replace(dataset.settings, cache=config.data.cache) if few else dataset.settings
+    data = replace(data, condition=resolved_condition(data.condition))
     classes = tuple(printable(name) for name in dataset.train.classes)
     columns = facts_of(dataset.train.columns.values())
     for one in columns:

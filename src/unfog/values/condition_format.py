@@ -96,6 +96,13 @@ class ConditionFormat:
         said = (kind_of(facts[name].kind).concern(facts[name], value) for name, values in given for value in values)
         return list(dict.fromkeys(filter(None, said)))
 
+    def untold(self, given: Given) -> list[str]:
+        """Return the names of the columns that some samples are not told."""
+        facts = self._facts_by_name
+        return [
+            name for name, values in given if any(not kind_of(facts[name].kind).show(facts[name], v) for v in values)
+        ]
+
     @property
     def usual(self) -> Given:
         """Default conditions of samples, such as all classes in turn: see `ConditionKind.usual`."""

@@ -50,6 +50,13 @@ def with_conditions(source: _Source, setting: str, warn: Callable[[str], None] =
     return changed
 
 
+def resolved_condition(setting: str) -> str:
+    """Return `data.condition` with the absolute path of its table, if that is a file beside no source."""
+    place, _ = parse_condition(setting)
+    path = os.path.abspath(os.path.expanduser(place))
+    return path + setting[len(place) :] if place and os.path.isfile(path) else setting
+
+
 def select_conditions(dataset: Dataset, settings: Data) -> Dataset:
     """Return a dataset that was decoded before with the columns that `data.condition` names; "" keeps all of them.
 

@@ -7,6 +7,7 @@ those of image files are (`data.bit_depth`); of booleans, True is white.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import struct
@@ -99,6 +100,7 @@ class ArraySource(Source):
         say: Callable[[str], None] = lambda line: None,
         channels_first: bool | None = None,
         axes: str = "auto",
+        conditions: Mapping[str, Any] | None = None,
     ) -> Path:
         """Write images from memory into the cache, once, as an .npz file that is a SOURCE, and return its path.
 
@@ -109,6 +111,7 @@ class ArraySource(Source):
             channels_first: read the first axis of an image as its channels where the last could be, too; None for
                 tensors alone.
             axes: order of the axes, NCHW or NHWC; auto = by their lengths.
+            conditions: a number, text, list or vector for each image, by name.
 
         Raises:
             RequestError: they are not images or not as many labels, or the cache cannot be written.
@@ -121,10 +124,15 @@ class ArraySource(Source):
         if labels is not None:
             arrays["labels"] = _without_objects(as_array(labels))
             _index_labels("the array", arrays["labels"], len(images))  # only to refuse what are not labels
+        arrays |= {name: _of_images(name, values, len(images)) for name, values in (conditions or {}).items()}
         # What the lengths of the axes leave open, a later reader would ask for.
         if axes != "auto" or images.shape[3] not in USUAL:
             arrays[_AXES] = np.array("NHWC")
         digest = _content_digest(images, arrays.get("labels"), _AXES in arrays)
+        if conditions:
+            digest = hashlib.sha256(
+                repr((digest, [(name, arrays[name].tolist()) for name in conditions])).encode()
+            ).hexdigest()
         path = cache_folder() / f"array-{digest[:32]}.npz"
         hold(path)
         if path.exists():
@@ -153,6 +161,40 @@ class ArraySource(Source):
             with suppress(OSError):
                 return _file_digest(self._path), self._images.nbytes
         return self._stamp, self._images.nbytes
+
+
+def _of_images(name: str, values: Any, count: int) -> NDArray[Any]:
+    """Return a condition as an array [N, …]; lists of different lengths, and texts with None, as texts of JSON."""
+    if name in (*_IMAGE_KEYS, *_LABEL_KEYS, _AXES, "file"):  # which is an argument of `np.savez`
+        raise RequestError(f"a condition cannot be called {name}, as the images or labels are; give another name")
+    values = as_array(values) if hasattr(values, "__array__") else values
+    rows = values.tolist() if isinstance(values, np.ndarray) and values.dtype.kind == "O" else values
+    try:
+        found = np.asarray(rows)
+        plain = found.dtype.kind in "biufU" and not (found.dtype.kind == "U" and _mixes(rows))
+    except ValueError:
+        plain = False
+    if not plain:
+        try:
+            found = np.array([_as_text(each) for each in rows])
+        except (TypeError, ValueError):
+            raise RequestError(f"the condition {name} holds what is no number, text or list of them") from None
+    if found.shape[:1] != (count,):
+        shape = "x".join(map(str, found.shape)) or "one value"
+        raise RequestError(f"the condition {name} is {shape}, and there are {count:,} images; give a value for each")
+    return found
+
+
+def _mixes(rows: Any) -> bool:
+    """Return True for a list with other values than texts, which NumPy would turn into texts."""
+    return isinstance(rows, list | tuple) and not all(isinstance(each, str) for each in rows)
+
+
+def _as_text(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return json.dumps(sorted(value) if isinstance(value, set | frozenset) else value)
 
 
 def _content_digest(images: NDArray[Any], labels: NDArray[Any] | None, with_axes: bool) -> str:
