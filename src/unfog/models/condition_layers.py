@@ -66,11 +66,11 @@ class ColumnEmbedding(nn.Module):
             parts += [_one_hot(index[:, k], size) for k, size in enumerate(self._categories)]
         if self._several:
             several = self._told(told.several, count, sum(self._several))
-            parts += [_with_flag(each) for each in several.split(self._several, 1)]
+            parts += [_with_flag(each) for each in torch.split(several, self._several, 1)]
         if self._vectors:
             vectors = self._told(told.vectors, count, sum(self._vectors))
             standard = (vectors - self.vector_mean) / self.vector_deviation
-            parts += [_with_flag(each) for each in standard.split(self._vectors, 1)]
+            parts += [_with_flag(each) for each in torch.split(standard, self._vectors, 1)]
         embedding: Tensor = self.linear((torch.cat(parts, 1) * self.scale).to(dtype))
         return embedding
 

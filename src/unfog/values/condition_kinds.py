@@ -168,7 +168,7 @@ class NumberKind(ConditionKind):
     def known(self, values: NDArray[Any]) -> NDArray[np.bool_]:
         import numpy as np
 
-        return np.isfinite(values)
+        return np.asarray(np.isfinite(values))
 
     def evidence(self, facts: ColumnFacts) -> str:
         mean, deviation, low, high = facts.statistics
@@ -208,7 +208,9 @@ class CategoryKind(ConditionKind):
         return torch.from_numpy(np.stack(columns, 1).astype(np.int64))
 
     def known(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        return values >= 0
+        import numpy as np
+
+        return np.asarray(values >= 0)
 
     def evidence(self, facts: ColumnFacts) -> str:
         return f"{len(facts.categories)} values: {_some(facts.categories)}"
@@ -246,7 +248,9 @@ class SeveralKind(ConditionKind):
         return torch.from_numpy(np.where(values < 0, np.float32("nan"), values))
 
     def known(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        return values[:, 0] >= 0
+        import numpy as np
+
+        return np.asarray(values[:, 0] >= 0)
 
     def evidence(self, facts: ColumnFacts) -> str:
         return f"any of {len(facts.categories)}: {_some(facts.categories)}"
