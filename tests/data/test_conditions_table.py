@@ -100,7 +100,7 @@ def test_ten_thousand_categories_are_refused():
 def test_a_kind_that_is_asked_for_is_used():
     assert column_of("c", cycle("3", "1", "20"), NAMES, "category").categories == ("1", "3", "20")
     assert column_of("c", cycle("a", "b"), NAMES, "several").values.shape == (12, 2)
-    with pytest.raises(RequestError, match="'b' for 01.png, which is not a number"):
+    with pytest.raises(RequestError, match=r"'b' for 01\.png, which is not a number"):
         column_of("c", cycle("1", "b"), NAMES, "number")
 
 
@@ -178,5 +178,5 @@ def test_arrays_of_an_npz_file_are_columns(tmp_path):
     columns = with_conditions(source, "age,v").columns
     assert columns["age"].kind == "number"
     assert columns["v"].values.shape == (12, 2)
-    with pytest.raises(RequestError, match="few.*12 images"):
+    with pytest.raises(RequestError, match=r"few.*12 images"):
         with_conditions(source, "few")
