@@ -89,10 +89,10 @@ def test_only_hidden_images_lose_their_class():
 
 def test_values_are_written_into_the_tensors_of_another():
     place = KINDS["both"].apply(torch.zeros_like)
-    before = [each.data_ptr() for each in place]
+    before = [each.data_ptr() for each in place[:2]]
     place.copy_(KINDS["both"])
     assert same(place, KINDS["both"])
-    assert [each.data_ptr() for each in place] == before
+    assert [each.data_ptr() for each in place[:2]] == before
     NO_CONDITIONS.copy_(NO_CONDITIONS)
 
 

@@ -28,7 +28,7 @@ from unfog.diffusion.loss_by_level import LossByLevel
 from unfog.diffusion.variance import variational_bound
 from unfog.diffusion.weighting import Snr, Uncertainty
 from unfog.errors import RequestError
-from unfog.values.condition_format import Span
+from unfog.values.condition_kinds import Span
 from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 # Weight of the variational bound, in bits per dimension, beside the squared error (Nichol & Dhariwal 2021, eq. 16).

@@ -60,21 +60,21 @@ class ColumnEmbedding(nn.Module):
         """Return the embedding [B, width] of `count` images; a field that is absent is known of none of them."""
         parts = []
         if self._numbers:
-            parts.append(self._of_numbers(self._told(told.numbers, count, self._numbers)))
+            parts.append(self._of_numbers(self._field(told.numbers, count, self._numbers)))
         if self._categories:
-            index = self._told(told.categories, count, len(self._categories), -1)
+            index = self._field(told.categories, count, len(self._categories), -1)
             parts += [_one_hot(index[:, k], size) for k, size in enumerate(self._categories)]
         if self._several:
-            several = self._told(told.several, count, sum(self._several))
+            several = self._field(told.several, count, sum(self._several))
             parts += [_with_flag(each) for each in torch.split(several, self._several, 1)]
         if self._vectors:
-            vectors = self._told(told.vectors, count, sum(self._vectors))
+            vectors = self._field(told.vectors, count, sum(self._vectors))
             standard = (vectors - self.vector_mean) / self.vector_deviation
             parts += [_with_flag(each) for each in torch.split(standard, self._vectors, 1)]
         embedding: Tensor = self.linear((torch.cat(parts, 1) * self.scale).to(dtype))
         return embedding
 
-    def _told(self, values: Tensor | None, count: int, width: int, hidden: float = float("nan")) -> Tensor:
+    def _field(self, values: Tensor | None, count: int, width: int, hidden: float = float("nan")) -> Tensor:
         if values is None:
             values = self.scale.new_full((count, width), hidden)
         return values

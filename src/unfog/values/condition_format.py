@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from unfog.errors import RequestError
 from unfog.text import suggest
 from unfog.values.columns import CLASS, Column
-from unfog.values.condition_kinds import ColumnFacts, kind_of
+from unfog.values.condition_kinds import ColumnFacts, Span, kind_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -21,8 +21,6 @@ AUGMENT_INPUTS = 9
 """Length of `Conditions.augment`."""
 Given: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
 """Conditions of samples: (name of a column, values that the samples cycle through), each column by itself."""
-Span: TypeAlias = tuple[str, int, int]
-"""(a field of `Conditions`, first of its values, and the one after the last) of a column."""
 _LONGEST_CYCLE = 1000  # names of samples that columns of different lengths have together
 
 
@@ -79,7 +77,7 @@ class ConditionFormat:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Where the values of each condition are in `Conditions`, the class first; () if there are no other columns."""
+        """Places of the values of each condition in `Conditions`, the class first; () without other columns."""
         if not self.columns:
             return ()
         places, ends = list[Span](), dict[str, int]()

@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 from unfog.errors import RequestError
 from unfog.text import suggest, valid_text
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SHOWN = 5  # categories of a column in a message
+Span: TypeAlias = tuple[str, int, int]
+"""(a field of `Conditions`, first of its values, and the one after the last) of a column."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from unfog.values.condition_format import Span
+    from unfog.values.condition_kinds import Span
 
 ConditionsLike: TypeAlias = "Conditions | Tensor | None"
 """Conditions, a label alone, int64 [B], or None for no condition."""

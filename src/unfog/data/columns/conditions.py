@@ -116,7 +116,7 @@ def _table(source: Source, place: str, names: Sequence[str]) -> LabelTable:
 def _matched(
     source: Source, table: LabelTable, names: Sequence[str], warn: Callable[[str], None]
 ) -> dict[str, list[Any]]:
-    """Return the cells of each column, in the order of the images; None where an image has no row."""
+    """Return the cells of each column, in the order of the images; None if an image has no row."""
     rows = read_cells(table, names, source.second_names)
     row_of, unmatched = match_rows(source.names, rows)
     refuse_few_matches(source, table, rows, row_of)

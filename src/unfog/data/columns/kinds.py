@@ -1,4 +1,4 @@
-"""The kind of a column by its cells: number, category, several or vector; or the reason why it is no condition."""
+"""The kind of a column by its cells: number, category, several or vector; or the reason why it cannot be a condition."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unfog.values.columns import Column
 from unfog.values.condition_kinds import MOST_CATEGORIES, MOST_NUMBERS, split_several
 
 _EMPTY = frozenset(["", "na", "n/a", "nan", "null"])
-# Texts of which fewer than two images have each are no categories, from so many different ones on.
+# Texts of which fewer than two images have each cannot be categories, from so many different ones on.
 _UNIQUE, _FEW = 0.5, 8
 _LARGEST = 1e30  # float32 ends at 3e38, and squares of deviations must fit float64
 _Cell = float | str | tuple[Any, ...] | None
@@ -46,7 +46,7 @@ def column_of(name: str, cells: Sequence[Any], names: Sequence[str], kind: str =
 
 
 def _value(cell: Any) -> _Cell:
-    """Return a cell as a number, a text or a list; None where it is not known."""
+    """Return a cell as a number, a text or a list; None if it is not known."""
     if isinstance(cell, bool):
         return str(cell).lower()
     if isinstance(cell, int | float):
@@ -158,7 +158,7 @@ def _names_of(name: str, value: Any) -> str:
         value = int(value)
     text = normalize_label(value) or (f"{value:g}" if isinstance(value, float) else "")
     if not text:
-        raise _refused(name, f"has {_shown(value)}, which is no name of a category")
+        raise _refused(name, f"has {_shown(value)}, which cannot be the name of a category")
     return sanitize(text)
 
 
@@ -197,7 +197,7 @@ def _several(name: str, values: Sequence[_Cell], names: Sequence[str]) -> Column
 def _check_names(
     name: str, counts: Counter[str], known: int, words: Sequence[str | None], names: Sequence[str]
 ) -> None:
-    """Raise RequestError if these are no names of categories: names of files, or too many different ones."""
+    """Raise RequestError if these cannot be categories: names of files, or too many different ones."""
     files = sum(word is not None and word.lower().endswith(tuple(SUFFIXES)) for word in words)
     stems = {each.rpartition("/")[2].rpartition(".")[0] for each in names}
     if 2 * files > known or (len(counts) > _FEW and 2 * len(stems & counts.keys()) > len(counts)):
@@ -214,7 +214,7 @@ def _sorted(counts: Counter[str]) -> tuple[str, ...]:
 
 
 def _refused(name: str, why: str) -> RequestError:
-    return RequestError(f"the column {sanitize(name)} {why}: it is no condition; leave it out of data.condition")
+    return RequestError(f"the column {sanitize(name)} {why}: it cannot be a condition; leave it out of data.condition")
 
 
 def _mixed(name: str, one: object, other: object, remedy: str) -> RequestError:

@@ -178,7 +178,9 @@ def _of_images(name: str, values: Any, count: int) -> NDArray[Any]:
         try:
             found = np.array([_as_text(each) for each in rows])
         except (TypeError, ValueError):
-            raise RequestError(f"the condition {name} holds what is no number, text or list of them") from None
+            raise RequestError(
+                f"the condition {name} holds other values than numbers, texts and lists of them"
+            ) from None
     if found.shape[:1] != (count,):
         shape = "x".join(map(str, found.shape)) or "one value"
         raise RequestError(f"the condition {name} is {shape}, and there are {count:,} images; give a value for each")

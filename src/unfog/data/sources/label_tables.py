@@ -67,7 +67,7 @@ def read_table(table: LabelTable, second_names: Mapping[str, str] | None = None)
 def read_cells(
     table: LabelTable, wanted: Sequence[str], second_names: Mapping[str, str] | None = None
 ) -> dict[str, tuple[Any, ...]]:
-    """Return file name -> its cells in the columns `wanted`, as they are in the file; None where there is none.
+    """Return file name -> its cells in the columns `wanted`, as they are in the file; None for a missing one.
 
     Names are as in `read_table`. RequestError if the table is unfit, lacks a column, or contradicts itself.
     """

@@ -227,7 +227,7 @@ def apply_label_table(
             no classes, every image has a row, and each class has four images on average. Or "folders" or "none": no
             table is used.
         warn: called with a line for each table, and each column of labels of the source's own, that is not used.
-        conditions: tables and arrays hold conditions, so that it is no surprise if they hold no labels.
+        conditions: tables and arrays hold conditions, so that a table without labels needs no warning.
 
     Raises:
         RequestError: there is no such table, or it is refused: see `_LabelTableSource`.
