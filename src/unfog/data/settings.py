@@ -93,7 +93,6 @@ class Data:
         resume="fixed",
         affects="objective",
         added_later=True,
-        common=True,
         metavar="COLUMN,COLUMN",
         see="docs/conditions.md",
     )

@@ -1,4 +1,4 @@
-"""The kind of a column by its cells: number, category, several or vector; or the reason why it cannot be a condition."""
+"""The kind of a column by its cells: number, category, several or vector; or why it cannot be a condition."""
 
 from __future__ import annotations
 
