@@ -203,7 +203,7 @@ class ConditionalNetwork(nn.Module):
         told = Conditions.of(conditions)
         if self.column_embedding is not None:
             hidden = hidden + self.column_embedding(told, len(hidden), hidden.dtype)
-        elif any(each is not None for each in told[2:]):
+        elif any(each is not None for each in told._replace(known=None)[2:]):
             raise RequestError("columns were given to a network without them; train with data.condition")
         if told.augment is None:
             return hidden
