@@ -15,6 +15,7 @@ from conftest import TRANSFORMER
 from hostile import npy_with
 from unfog.cli.main import main
 from unfog.config.requests.pack import PackRequest
+from unfog.data.full_depth.choice import choose_kept
 from unfog.data.packs.pack import Pack
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
@@ -363,3 +364,12 @@ def test_metrics_of_pictures_are_refused_for_any_set_of_other_values(tmp_path: P
     with pytest.raises(RequestError, match="4 channels of float32"):
         Comparison(("sliced",), None, made.train, np.arange(10))
     assert Comparison(("held_out",), None, made.train, np.arange(10)).real_features is None
+
+
+def test_the_file_of_the_first_image_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "0.png")
+    source, looked_at = open_source(tmp_path), list[Image.Image]()
+    read = source.read
+    monkeypatch.setattr(source, "read", lambda i: looked_at.append(read(i)) or looked_at[-1])
+    assert choose_kept(source, Data()) is None
+    assert [image.fp for image in looked_at] == [None]
