@@ -1,7 +1,9 @@
 """Inverse problems from a file or a function: draws in the units of the source, their moments, and what is refused."""
 
 import math
+import re
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from unfog.custom import consent
 from unfog.errors import RequestError
 from unfog.pipeline.measurement import moments
 
+DOCS = Path(__file__).parents[2] / "docs" / "inverse-problems.md"
 CODE = """
 import torch
 
@@ -49,6 +52,16 @@ def test_draws_reproduce_what_was_measured_in_the_units_of_the_source(network, d
     again = run.sample(2, steps=4, measure=evens, observed=y, batch=2)
     assert np.array_equal(again, samples[:2])
     assert np.array_equal(run.sample(2, steps=4), plain)
+
+
+def test_draws_are_of_any_class_unless_one_is_asked_for():
+    run = run_of("default", DIT, 3)
+    assert run.config.label_dropout > 0
+    problem = {"measure": evens, "observed": Y}
+    assert run.prepare(2, **problem).generation.given == ()
+    assert run.prepare(2, label=0, **problem).generation.given == (("class", (0,)),)
+    one, other = (run.sample(1, steps=3, label=label, **problem) for label in ((), 0))
+    assert not np.array_equal(one, other)
 
 
 def test_complex_measurements_and_noise_by_value_are_taken():
@@ -167,3 +180,16 @@ def test_the_command_writes_draws_mean_and_deviation(tmp_path):
     refused = forked.run(words[:4])
     assert refused.returncode != 0
     assert "--observed" in refused.stderr
+
+
+def test_the_page_solves_a_problem_from_a_file_and_from_python(tmp_path, monkeypatch):
+    run = run_of("default", DIT, 0)
+    code = dict(re.findall(r"```python (measure\.py|python)\n(.*?)```", DOCS.read_text(), re.DOTALL))
+    (tmp_path / "measure.py").write_text(code["measure.py"])
+    y = np.full((1, 4, 4), 100, np.float32)
+    np.save(tmp_path / "y.npy", y)
+    monkeypatch.setattr(unfog, "load", lambda path: run)
+    found = {"y": y, "measure": tmp_path / "measure.py"}
+    exec(compile(code["python"], DOCS.name, "exec"), found)
+    assert np.array_equal(found["draws"], run.sample(8, measure=tmp_path / "measure.py", observed=tmp_path / "y.npy"))
+    assert found["deviation"].shape == found["mean"].shape == (8, 8, 3)

@@ -100,7 +100,7 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     stored = stored.with_view(request.view) if request.view else stored
     format = stored.conditions
     asked = format.with_label(format.read_words(request.given), request.label)
-    given = format.parse(asked)  # before the weights are read
+    format.parse(asked)  # before the weights are read
     # Before the weights too: a file that cannot be read should not take a minute to be found.
     edit = build_edit(stored, request.image, request.mask, request.strength, request.repeats)
     steps = edit.steps(sampler.steps) if edit else sampler.steps
@@ -126,7 +126,8 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     with SampleFolder.reserve(request.out, run.path / "pictures", digest) as out:
         told = "Given" if format.columns else "Class"
         view = run.config.view if measurement or not run.config.image_format.is_picture else None
-        folder = SampleFolder(out, digest, request.n, format.names(given, request.n), prepared.caption, told, view)
+        names = format.names(prepared.generation.given, request.n)
+        folder = SampleFolder(out, digest, request.n, names, prepared.caption, told, view)
         for part in parts:
             _draw(part, folder, observe_all(strip, animation))
         if animation is not None and request.animate is not None:

@@ -218,10 +218,13 @@ class Run(LoadedRun):
         if measurement is not None:
             request = _of_posterior(request, guide, image)
         conditions = self.config.conditions
+        # An observed image may be of any class, which a network learns where labels are dropped at times.
+        asked = conditions.with_label(given, label)
+        unconditional = measurement is not None and asked == {} and self.config.label_dropout > 0
         generation = GenerationSettings(
             request.n,
             self.sampler(request.sampler, request.steps, request.grid, request.levels),
-            conditions.parse(conditions.with_label(given, label)),
+            () if unconditional else conditions.parse(asked),
             request.seed,
             1.0 if request.guidance is None else request.guidance,
             request.batch,
