@@ -31,14 +31,14 @@ _NOISIEST = 3.0
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """What was observed of an image, and how."""
+    """Observed values of an image, and the function that measured them."""
 
     measure: Callable[[Tensor], Tensor]
     """Differentiable: model values [B, C, H, W] -> [B, M]."""
     observed: Tensor
     """y, [M]."""
     variance: Tensor
-    """Variance of the noise of each value of y, [M]; 0 is no noise."""
+    """Variance of the noise of each value of y, [M]; at 0, draws repeat y."""
     affine: bool = False
     """True if `measure` is linear but for a constant. It is then differentiated once and not twice."""
     iterations: int = _ITERATIONS

@@ -214,8 +214,9 @@ class Run(LoadedRun):
         settings = usual_arguments(settings, SAMPLING)
         label = settings.pop("label", label)
         request = update(SamplingRequest(), {"n": n, **settings}, "")
-        measurement = build_measurement(self.config, measure, observed, noise, self.device, self.path)
-        if measurement is not None:
+        measurement = None
+        if any(value is not None for value in (measure, observed, noise)):
+            measurement = build_measurement(self.config, measure, observed, noise, self.device, self.path)
             request = _of_posterior(request, guide, image)
         conditions = self.config.conditions
         # An observed image may be of any class, which a network learns where labels are dropped at times.

@@ -62,8 +62,8 @@ def build_measurement(
     noise: object,
     device: torch.device,
     run: Path,
-) -> Measurement | None:
-    """Return the measurement of images of a run; None without one.
+) -> Measurement:
+    """Return the measurement of images of a run.
 
     Args:
         config: of the run.
@@ -79,9 +79,7 @@ def build_measurement(
         for name, value, other in (("observed", observed, "measure"), ("measure", measure, "observed")):
             if value is not None:
                 raise RequestError(f"{name} needs {other}: give both --measure FILE.py and --observed FILE.npy")
-        if noise is not None:
-            raise RequestError("noise is that of a measurement; give measure and observed, or omit it")
-        return None
+        raise RequestError("noise is that of a measurement; give measure and observed, or omit it")
     if config.representation.scaling():
         raise RequestError(
             "this run generates latents, in which a measurement of images is not linear; measure takes runs on pixels"
@@ -185,7 +183,7 @@ def _flat(y: Tensor) -> Tensor:
 
 
 def _measured(function: Callable[[Tensor], Tensor], x: Tensor, observed: Tensor) -> Tensor:
-    """Return what a person's function measures of images, [B, M]. RequestError if it is not like `observed`."""
+    """Return the values [B, M] that a person's function measures. RequestError if it is not like `observed`."""
     try:
         y = function(x)
     except Exception as error:  # a person's code may raise anything
@@ -253,7 +251,7 @@ def write_posterior(folder: SampleFolder, config: Config, measurement: Measureme
     mean, deviation = moments(folder.values(i) for i in range(folder.count))
     x0 = format.to_model(format.values.rounded(torch.from_numpy(mean.transpose(2, 0, 1)[None])))
     folder.save("mean", mean, config.view(format.to_pictures(x0))[0])
-    # Black is no deviation, and white the largest of each channel.
+    # Black is a deviation of 0, and white the largest of each channel.
     largest = deviation.max((0, 1)).clip(np.finfo(np.float32).tiny)
     shown = torch.from_numpy((2 * deviation / largest - 1).transpose(2, 0, 1)[None])
     folder.save("deviation", deviation, config.view(format.to_pictures(shown))[0])
