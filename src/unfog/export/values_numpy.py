@@ -35,10 +35,10 @@ def to_stored(values, x):
 
 
 def rounded(values, stored):
-    """Return values in stored units as their type, rounded and limited if it is one of integers."""
+    """Return values in stored units as float32, or rounded and limited to a type of integers."""
     kind = np.dtype(values["dtype"])
     if kind.kind == "f":
-        return stored.astype(kind)
+        return stored.astype(np.float32)
     ends = np.iinfo(kind)
     low, high = (ends.min, ends.max) if values["maps"] else (values["low"], values["high"])
     return stored.round().clip(low, high).astype(kind)

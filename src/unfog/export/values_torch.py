@@ -18,7 +18,7 @@ def to_model(values, stored):
         x = torch.where(is_log, logarithm, torch.where(is_arcsinh, (x / knee).asinh(), x))
         return (x - middle) / half
     middle, half = _linear(values)
-    if values["dtype"] == "float32":
+    if values["dtype"].startswith("float"):
         return (x - middle) / half
     return x / half - middle / half
 
@@ -36,16 +36,16 @@ def to_stored(values, x):
         sine = torch.where(is_arcsinh, y, torch.zeros_like(y)).sinh() * knee
         return torch.where(is_log, exponential, torch.where(is_arcsinh, sine, y))
     middle, half = _linear(values)
-    if values["dtype"] == "float32":
+    if values["dtype"].startswith("float"):
         return x * half + middle
     return (x + middle / half) * half
 
 
 def rounded(values, stored):
-    """Return values in stored units as their type, rounded and limited if it is one of integers."""
+    """Return values in stored units as float32, or rounded and limited to a type of integers."""
     kind = getattr(torch, values["dtype"])
     if kind.is_floating_point:
-        return stored.to(kind)
+        return stored.float()
     ends = torch.iinfo(kind)
     low, high = (ends.min, ends.max) if values["maps"] else (values["low"], values["high"])
     return stored.round().clamp(low, high).to(kind)
