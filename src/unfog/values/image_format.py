@@ -142,11 +142,15 @@ class StoredValues:
 
     def to_stored(self, x0: Tensor) -> Tensor:
         """Convert model values [..., C, H, W] to the stored type, or float32: the inverse of `to_model`."""
+        return self.rounded(self.to_units(x0))
+
+    def to_units(self, x0: Tensor) -> Tensor:
+        """Convert model values [..., C, H, W] to stored units, without rounding; gradients pass through it."""
         if self.maps:
-            return self.rounded(value_maps.to_stored(self.maps, x0))
+            return value_maps.to_stored(self.maps, x0)
         if self.floating:
             return x0 * self.half + self.middle
-        return self.rounded((x0 + self.middle / self.half) * self.half)
+        return (x0 + self.middle / self.half) * self.half
 
     def rounded(self, values: Tensor) -> Tensor:
         """Return values in stored units, rounded and clamped as an integer type requires; else as float32.
