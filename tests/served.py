@@ -76,7 +76,7 @@ class Address:
 
     def send_raw(self, request: bytes) -> tuple[int, dict[str, str], bytes]:
         """Send bytes, and return status, headers (names in lower case) and body of the answer."""
-        with socket.create_connection(self.place, timeout=20) as connection:
+        with socket.create_connection(self.place, timeout=120) as connection:
             connection.sendall(request)
             answer = b""
             while part := connection.recv(2**16):
@@ -106,7 +106,7 @@ def serving(folder: Path, *words: str, cwd: Path | None = None, **environment: s
     with subprocess.Popen(command, cwd=cwd, env={**os.environ, **environment}, **pipes) as process:
         try:
             address = Address(process.stdout.readline().strip())
-            until = time.monotonic() + 60
+            until = time.monotonic() + 120
             while time.monotonic() < until:
                 try:
                     if address.send("GET", "api/runs")[0] == 200:
@@ -117,4 +117,4 @@ def serving(folder: Path, *words: str, cwd: Path | None = None, **environment: s
             yield address, process
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(120)

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from torch import _dynamo as dynamo
 
 import unfog
 from unfog.checks import gpu_checks
@@ -114,9 +115,9 @@ def test_each_planted_fault_is_found(config, monkeypatch):
 
 
 @pytest.mark.slow
+@dynamo.config.patch(disable=True)  # pytest's monkeypatch would delete the option at the end
 def test_a_compiled_step_is_judged_by_what_it_gains(config, monkeypatch):
     """With the compiler off, so that nothing is gained; then with times that are given."""
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)
     monkeypatch.setattr(NetworkCost, "of", lambda *_: NetworkCost(1e6, 3e6, 100))
     with StopSignals(saves=False) as stop:
         checks = StepChecks(config, CPU, stop)

@@ -307,7 +307,7 @@ def test_precision_is_judged_by_what_it_costs_here(fashion, monkeypatch, precisi
 
 
 def test_products_are_really_measured():
-    assert 0 < machine._multiply_seconds(torch.float32, CPU) < 1
+    assert 0 < machine._multiply_seconds(torch.float32, CPU) < 60
     with pytest.raises(RuntimeError):
         machine._multiply_seconds(torch.uint16, CPU)
 

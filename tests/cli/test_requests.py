@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import resource
 import shlex
 import subprocess
 import sys
@@ -631,32 +630,24 @@ def started_always(words):
     return pytest.param(words, marks=marks, id=" ".join(map(str, words)))
 
 
-def children_time():
-    """Seconds of processor time of the processes started by this one: other work on the machine is not meant."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
 @pytest.fixture(scope="module")
-def import_of_torch():
-    """Seconds of processor time of an import of torch, which is what a refusal must not wait for."""
-    started = children_time()
-    subprocess.run([sys.executable, "-c", "import torch"], check=True, timeout=300)
-    return children_time() - started
+def no_torch(tmp_path_factory):
+    """Environment in which an import of torch, which takes seconds, ends the process."""
+    folder = tmp_path_factory.mktemp("path")
+    (folder / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+    return os.environ | {"PYTHONPATH": str(folder)}
 
 
 @pytest.mark.parametrize("words", [started_always(words) for words in PROCESSES])
-def test_a_refusal_takes_no_time(here, words, import_of_torch):
+def test_a_refusal_does_not_wait_for_torch(here, words, no_torch):
     before = everything(here)
-    started = children_time()
-    done = subprocess.run([sys.executable, "-m", "unfog", *words], capture_output=True, timeout=300)
-    seconds = children_time() - started
+    environment = no_torch | {"UNFOG_CACHE": os.environ["UNFOG_CACHE"]}
+    done = subprocess.run([sys.executable, "-m", "unfog", *words], capture_output=True, env=environment, timeout=300)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count(b"\n") <= 2
     assert b"Traceback" not in done.stderr
     assert done.stdout == b""
     assert everything(here) == before
-    assert seconds < 0.8 * import_of_torch  # measured: 0.45 of it
 
 
 @pytest.mark.slow

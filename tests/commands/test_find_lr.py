@@ -184,7 +184,7 @@ def test_a_trial_that_outlasts_the_time_does_not_count():
     begun = time.perf_counter()
     # The pace is far too hopeful, so no trial of 200 steps is done in the time.
     assert lr_range._run_trials(subject(), ramp_of(VALLEY), seconds=0.05, pace=1e-5) == ()
-    assert time.perf_counter() - begun < 5
+    assert time.perf_counter() - begun < 60
 
 
 def test_a_stop_ends_it_within_a_step():

@@ -15,6 +15,7 @@ from conftest import TRANSFORMER
 from hostile import npy_with
 from unfog.cli.main import main
 from unfog.config.requests.pack import PackRequest
+from unfog.data.full_depth.choice import choose_kept
 from unfog.data.packs.pack import Pack
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
@@ -348,10 +349,10 @@ def test_what_is_for_pictures_alone_is_refused(tmp_path: Path, settings: dict[st
 
 
 @pytest.mark.slow
-def test_exports_edits_and_metrics_of_pictures_are_refused(tmp_path: Path) -> None:
+def test_pipelines_edits_and_metrics_of_pictures_are_refused(tmp_path: Path) -> None:
     run = unfog.train(saved(tmp_path, FIELDS), out=tmp_path / "run", **TINY)
-    with pytest.raises(RequestError, match="exports write pictures"):
-        run.export(tmp_path / "model")
+    with pytest.raises(RequestError, match=r"pipelines of diffusers make pictures.*--format denoiser"):
+        run.export(tmp_path / "model", format="diffusers")
     with pytest.raises(RequestError, match="images to edit are pictures"):
         run.sample(1, image=np.zeros((12, 16), np.uint8))
     with pytest.raises(RequestError, match="compare pictures"):
@@ -397,3 +398,12 @@ def test_half_precision_keeps_eleven_bits_in_half_of_the_space(tmp_path: Path) -
     direct = {"dtype": "float16", "range": (-5000, 5000), "cache": "none"}
     again = unfog.train(tmp_path / "x.npy", out=tmp_path / "again", data=direct, **TINY)
     assert np.isfinite(again.sample(2, steps=2)).all()
+
+
+def test_the_file_of_the_first_image_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "0.png")
+    source, looked_at = open_source(tmp_path), list[Image.Image]()
+    read = source.read
+    monkeypatch.setattr(source, "read", lambda i: looked_at.append(read(i)) or looked_at[-1])
+    assert choose_kept(source, Data()) is None
+    assert [image.fp for image in looked_at] == [None]

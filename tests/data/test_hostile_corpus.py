@@ -297,7 +297,7 @@ def test_every_file_is_accounted_for_and_none_is_changed(
     before = snapshot(folder)
     started = time.perf_counter()
     prepared = run(folder)
-    assert time.perf_counter() - started < 10  # measured 0.5 s
+    assert time.perf_counter() - started < 60  # measured 0.5 s
     files = recorded(tmp_path / "run", prepared)
     assert snapshot(folder) == before
     assert set(files) == {name.replace("\udcff", "\\xff") for name in expected}

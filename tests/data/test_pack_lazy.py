@@ -238,9 +238,9 @@ def test_what_pillow_finds_odd_is_not_said_while_training(tmp_path: Path) -> Non
         warnings.simplefilter("always")
         with Image.open(tmp_path / "0.jpg") as image:
             image.getexif()
-        assert len(said) == 1
         prepare(open_source(tmp_path), ASKED).train.pixels.take(np.arange(3), axis=0)
-        assert len(said) == 1
+    # The collector may add warnings about objects of other tests.
+    assert sum("EXIF" in str(each.message) for each in said) == 1
 
 
 def test_closing_does_not_wait_for_an_image_that_is_waited_for(photos: Path) -> None:

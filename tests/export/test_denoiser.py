@@ -11,14 +11,17 @@ import pytest
 import torch
 
 from test_export import (
+    DEEP,
     DIT,
     LEARNED,
     LINEAR,
+    MAPPED,
     MPUNET,
     SEAMLESS,
     SHIFTED,
     TERMINAL,
     UNET,
+    check_values,
     latent_run,
     run_card_code,
     run_of,
@@ -42,6 +45,8 @@ CASES = {
     "continuous linear": ("ddpm", DIT, 0, {"diffusion": replace(LINEAR, schedule=Linear(steps=0))}),
     "learned variance": ("ddpm", DIT, 3, {"diffusion": LEARNED}),
     "seamless": ("default", UNET, 0, {"data": SEAMLESS}),
+    "mapped": ("default", DIT, 3, {"data": MAPPED}),
+    "uint16": ("default", UNET, 0, {"data": DEEP}),
 }
 
 
@@ -88,6 +93,21 @@ def test_a_denoiser_has_gradients_of_its_input_a_range_of_noise_and_the_values_o
     stored = torch.arange(256, dtype=torch.uint8)
     assert denoiser.to_model(stored)[[0, -1]].tolist() == [-1, 1]
     assert torch.equal(denoiser.to_stored(denoiser.to_model(stored)).round().byte(), stored)
+
+
+@pytest.mark.parametrize("data", [MAPPED, DEEP], ids=["mapped", "uint16"])
+def test_a_denoiser_carries_the_value_map(tmp_path, data):
+    run = run_of("default", DIT, 0, data=data)
+    code = exported(run, tmp_path / "out")
+    denoiser = code["load"](tmp_path / "out/denoiser.safetensors")
+    check_values(run, code, denoiser.model["values"])
+    # A measurement in stored units has gradients at all values, also where another channel has an infinite curve.
+    x = torch.full((1, *denoiser.shape), 40.0, requires_grad=True)
+    stored = denoiser.to_stored(x)
+    assert torch.equal(stored, run.config.image_format.values.to_units(x))
+    stored[:, 1].sum().backward()
+    assert x.grad.isfinite().all()
+    assert run_card_code(tmp_path / "out", (8, 8))["x"].isfinite().all()
 
 
 def test_a_label_of_no_class_is_refused(tmp_path):

@@ -8,8 +8,10 @@ import sys
 from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
+from runpy import run_path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -28,6 +30,7 @@ from unfog.diffusion.target import V
 from unfog.errors import RequestError, RunError
 from unfog.export import graphs
 from unfog.inference import export as exporting
+from unfog.inference import export_description
 from unfog.inference import export_diffusers as exporting_diffusers
 from unfog.inference.run import Run
 from unfog.models.autoencoder import AutoencoderModel
@@ -138,8 +141,75 @@ def run_card_code(folder: Path, size: tuple[int, int]) -> dict:
     found: dict = {}
     with chdir(folder.parent):
         exec(compile(code, "README.md", "exec"), found)
-        assert Image.open("sample.png").size == size
+        # Values that are no pictures are written as an array.
+        if Path("samples.npy").exists():
+            assert np.load("samples.npy").shape[1:3] == size[::-1]
+        else:
+            assert Image.open("sample.png").size == size
     return found
+
+
+MAPPED = Data(
+    size=8,
+    channels=4,
+    dtype="float32",
+    map="log,standard,arcsinh,minmax",
+    map_values=(0.5, 2.0, 1.5, 1.0, -3000.0, 500.0, 12.0, 0.5, 2.0, 1.0, 1e-4, 3e-5),
+)
+DEEP = Data(size=8, channels=2, dtype="uint16", range=(0.0, 4095.0))
+
+
+def check_values(run: Run, maps, values) -> None:
+    """Compare the functions of an export with the map of the run, on samples and far beyond them."""
+    ours = run.config.image_format.values
+    x0 = torch.cat([drawn(run), 10 * torch.randn(COUNT, *run.config.input_shape)])
+    stored = maps["to_stored"](values, x0)
+    assert torch.equal(stored, ours.to_units(x0))
+    whole = maps["rounded"](values, stored)
+    assert whole.dtype == ours.torch_type
+    assert torch.equal(whole, ours.to_stored(x0))
+    assert torch.equal(maps["to_model"](values, whole), ours.to_model(whole))
+    torch.testing.assert_close(maps["to_model"](values, stored), x0, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("data", [MAPPED, DEEP], ids=["mapped", "uint16"])
+def test_an_export_carries_the_value_map(tmp_path, data):
+    run = run_of(network=DIT, classes=0, data=data)
+    run.export(tmp_path / "out")
+    model = json.loads((tmp_path / "out/model.json").read_text())
+    check_values(run, run_path(str(tmp_path / "out/values.py")), model["values"])
+    found = run_card_code(tmp_path / "out", (8, 8))
+    drawn_by_card = np.load(tmp_path / "samples.npy")
+    assert drawn_by_card.dtype == data.dtype
+    assert np.array_equal(drawn_by_card, run.config.image_format.to_pictures(found["x"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", [MAPPED, DEEP], ids=["mapped", "uint16"])
+def test_an_onnx_export_carries_the_value_map(tmp_path, data):
+    run = run_of(network=DIT, classes=0, data=data)
+    run.export(tmp_path / "out", format="onnx")
+    found = run_card_code(tmp_path / "out", (8, 8))
+    expected = run.config.image_format.to_pictures(torch.from_numpy(found["x"]))
+    drawn_by_card = np.load(tmp_path / "samples.npy")
+    assert drawn_by_card.dtype == data.dtype
+    np.testing.assert_allclose(drawn_by_card, expected, rtol=1e-5, atol=1e-4 * np.abs(expected).min())
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "denoiser"])
+def test_an_export_with_another_map_leaves_nothing(tmp_path, monkeypatch, kind):
+    run, real = run_of(network=DIT, classes=0, data=MAPPED), exporting.describe_model
+
+    def described(*args):
+        model = real(*args)
+        model["values"]["maps"][1]["half"] *= 1.001
+        return model
+
+    for module in (exporting, export_description):
+        monkeypatch.setattr(module, "describe_model", described)
+    with pytest.raises(RunError, match="differs from that of the run"):
+        run.export(tmp_path / "out", format=kind)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -421,3 +491,10 @@ def test_the_command_writes_the_ema_or_what_it_is_told(tmp_path):
     assert not torch.equal(ema["conv_out.weight"], raw["conv_out.weight"])
     with pytest.raises(RequestError, match="it is not empty; give another OUT"):
         run.export(tmp_path / "ema")
+
+
+def test_the_page_maps_values_in_both_directions(tmp_path):
+    run_of(network=DIT, classes=0).export(tmp_path / "OUT")
+    with chdir(tmp_path):
+        code = shown("values")
+    assert torch.equal(code.stored, torch.full((1, 3, 8, 8), 100, dtype=torch.uint8))

@@ -270,8 +270,8 @@ def test_an_owner_on_another_machine_is_watched_until_its_mark_is_overdue(tmp_pa
     with lock_of(tmp_path):  # overdue for long
         pass
     monkeypatch.setattr(locks, "OVERDUE", 0.5)
-    marked(tmp_path, kernel="0" * 8, host="elsewhere")
     began = time.monotonic()
+    marked(tmp_path, kernel="0" * 8, host="elsewhere")
     with lock_of(tmp_path):
         assert time.monotonic() - began > 0.3
     monkeypatch.setattr(locks, "OVERDUE", 20)

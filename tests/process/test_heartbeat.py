@@ -34,7 +34,7 @@ def test_heartbeat_says_who_where_and_what(tmp_path):
         first = Heartbeat.read(tmp_path)
         assert first["pid"] == os.getpid()
         assert (first["step"], first["steps"], first["doing"], first["alive"]) == (0, 0, "starting", True)
-        assert abs(datetime.fromisoformat(first["time"]) - datetime.now(UTC)) < timedelta(seconds=5)
+        assert abs(datetime.fromisoformat(first["time"]) - datetime.now(UTC)) < timedelta(seconds=60)
         assert first["host"]
         heartbeat.step, heartbeat.activity = 7, "preview"
         wait_until(
@@ -92,20 +92,17 @@ def test_heartbeat_goes_on_while_the_main_thread_waits(tmp_path):
     with fast(tmp_path) as heartbeat:
         heartbeat.step = 3
         before = Heartbeat.read(tmp_path)["time"]
-        time.sleep(1)
-        beat = Heartbeat.read(tmp_path)
-    assert beat["time"] > before
-    assert beat["step"] == 3
-    assert beat["age"] < 5
+        wait_until(lambda: Heartbeat.read(tmp_path)["time"] > before)
+        wait_until(lambda: Heartbeat.read(tmp_path)["step"] == 3)
 
 
 def test_it_ends_at_once_and_says_how(tmp_path):
-    with Heartbeat(tmp_path, StopSignals()) as heartbeat:
+    with Heartbeat(tmp_path, StopSignals(), interval=600) as heartbeat:
         time.sleep(0.1)
         started = time.monotonic()
         heartbeat.step = 1000
         heartbeat.end("finished")
-        assert time.monotonic() - started < 4, "an interval is 5"
+        assert time.monotonic() - started < 60, "an interval is 600"
         heartbeat.end("stopped")
     beat = Heartbeat.read(tmp_path)
     assert (beat["doing"], beat["step"], beat["alive"]) == ("finished", 1000, False)
@@ -168,14 +165,14 @@ def test_stop_cuts_off_what_does_not_look(tmp_path):
         with StopSignals() as stop, Heartbeat(Path({str(tmp_path)!r}), stop) as pulse:
             print("ready", flush=True)
             try:
-                time.sleep(20)
+                time.sleep(120)
             except Interrupted as interrupted:
                 print(interrupted)
     """
     with python(body) as process:
         assert process.stdout.readline() == "ready\n"
         (tmp_path / "STOP").touch()
-        assert process.communicate(timeout=10)[0] == "STOP file\n"
+        assert process.communicate(timeout=60)[0] == "STOP file\n"
 
 
 def test_requests_that_cannot_be_removed_are_met_once(tmp_path, capfd):
@@ -205,6 +202,21 @@ def test_a_preview_is_requested_once_for_each_file(tmp_path):
             assert heartbeat.preview_requested  # until the session generates it
             heartbeat.preview_requested = False
         assert not heartbeat.save_requested
+
+
+def test_a_preview_that_is_generated_during_a_look_for_requests_is_not_generated_again(tmp_path):
+    looks = []
+    with fast(tmp_path) as heartbeat:
+        take, heartbeat.preview_requested = heartbeat._take, True
+
+        def generate_meanwhile(name):
+            heartbeat.preview_requested = False
+            looks.append(name)
+            return take(name)
+
+        heartbeat._take = generate_meanwhile
+        wait_until(lambda: looks.count("PREVIEW") > 1)
+    assert not heartbeat.preview_requested
 
 
 def test_requests_from_before_the_start_are_not_obeyed_and_that_is_said(tmp_path, capsys):
@@ -293,7 +305,7 @@ def test_it_does_not_keep_a_process_alive(tmp_path):
         pulse = Heartbeat(Path({str(tmp_path)!r}), StopSignals()).__enter__()
     """
     with python(body) as process:
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
 
 
 def test_it_loads_no_torch():

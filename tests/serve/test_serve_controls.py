@@ -248,12 +248,30 @@ def train_words(out: Path, steps: int) -> list[str]:
     return ["train", few_images(), *SMALL, "--steps", str(steps), "--out", str(out)]
 
 
+# Step 80 waits for a request: however fast or busy the machine, a preview is asked for before the last step.
+WAITS_TO_BE_ASKED = """
+import sys, time
+from unfog.cli.main import main
+from unfog.runs.session import Session
+
+def wait(session, step, ended=Session.on_step_end):
+    ended(session, step)
+    until = time.monotonic() + 120
+    while step == 80 and not session.preview_requested() and time.monotonic() < until:
+        time.sleep(0.01)
+
+Session.on_step_end = wait
+sys.argv[0] = "unfog"
+main()
+"""
+
+
 def train_watched(run: Path, steps: int) -> int:
     """Train while a page reads all that it has to offer, and asks for checkpoints and previews; return how many."""
     run.parent.mkdir()
     with (
         serving(run.parent, XDG_CONFIG_HOME=str(run.parent)) as (web, _),
-        Forked(train_words(run, steps), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as training,
+        Forked(train_words(run, steps), WAITS_TO_BE_ASKED, subprocess.DEVNULL, subprocess.DEVNULL) as training,
     ):
         wait_until(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size)
         (row,) = wait_until(lambda: web.get("api/runs"))

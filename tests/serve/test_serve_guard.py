@@ -188,7 +188,7 @@ class Slow:
         self.loaded, self.closed, self.hub = threading.Event(), False, self
 
     def build(self):
-        assert self.loaded.wait(10)
+        assert self.loaded.wait(120)
         return self, Reached()
 
     async def watch(self):

@@ -96,11 +96,12 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     # Imported only now, as torch takes seconds: a wrong request is refused before.
     from unfog.pipeline.denoising_pictures import MOST_SAMPLES, DenoisingAnimation, DenoisingStrip
     from unfog.pipeline.edit_images import build_edit
+    from unfog.pipeline.measurement import write_posterior
 
     stored = stored.with_view(request.view) if request.view else stored
     format = stored.conditions
     asked = format.with_label(format.read_words(request.given), request.label)
-    given = format.parse(asked)  # before the weights are read
+    format.parse(asked)  # before the weights are read
     # Before the weights too: a file that cannot be read should not take a minute to be found.
     edit = build_edit(stored, request.image, request.mask, request.strength, request.repeats)
     steps = edit.steps(sampler.steps) if edit else sampler.steps
@@ -116,21 +117,26 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     animation = DenoisingAnimation(diffusion.path, steps, run.show) if request.animate else None
     settings = {f.name: getattr(request, f.name) for f in fields(SamplingRequest)}
     guide = request.guide if request.guide_checkpoint is None else request.guide_checkpoint
+    settings |= {"measure": request.measure, "observed": request.observed}
     prepared = run.prepare(**settings, given=asked, guide=guide, image=request.image, mask=request.mask)
-    of_one_size = request.size or edit or strip or animation or request.to_seed is not None
+    measurement = prepared.measurement
+    of_one_size = request.size or edit or measurement or strip or animation or request.to_seed is not None
     parts, digest = _parts(run, prepared, split=not of_one_size)
     if request.out is None:  # in the run, into which a stranger may have put unfinished samples of any pictures
         digest = seal_of(machine_key(), "samples", digest.encode()).hex()
     with SampleFolder.reserve(request.out, run.path / "pictures", digest) as out:
         told = "Given" if format.columns else "Class"
-        view = None if run.config.image_format.is_picture else run.config.view
-        values = None if view is None else sample_format(run.config.source)
-        names = format.names(given, request.n)
+        view = run.config.view if measurement or not run.config.image_format.is_picture else None
+        # Draws of a posterior are read back for their mean.
+        values = None if measurement or view is None else sample_format(run.config.source)
+        names = format.names(prepared.generation.given, request.n)
         folder = SampleFolder(out, digest, request.n, names, prepared.caption, told, view, values)
         for part in parts:
             _draw(part, folder, observe_all(strip, animation))
         if animation is not None and request.animate is not None:
             animation.save(request.animate, folder.first(MOST_SAMPLES))
+        if measurement is not None:
+            write_posterior(folder, run.config, measurement)
         write_grid(folder, _edited(edit, run.config.image_format) if edit else (), strip)
     return out
 

@@ -55,12 +55,17 @@ def source_path(text: object) -> str:
     return ":".join(text.removeprefix(SOURCE).split(":")[:2])
 
 
+def by_a_person() -> bool:
+    """Return True if the words of this command are a person's, and not those of the page."""
+    return STARTED_BY not in os.environ and not _words_of_others.get()
+
+
 def give(path: str) -> None:
     """Consent to the import of a path in this process: MODULE.NAME of a part, or MODULE:CLASS of a source.
 
     Call it only with the value of a flag or keyword that names code. Without effect for words of the page.
     """
-    if split_path(path) and STARTED_BY not in os.environ and not _words_of_others.get():
+    if split_path(path) and by_a_person():
         _given.add(path)
 
 
@@ -157,8 +162,7 @@ def _refusal(path: str, noun: str, code: ModuleCode, stored: str) -> str:
     lines = [line.split("\t") for line in stored.split("\n")]
     changed = any(len(line) == 3 and line[:2] == [path, code.file] for line in lines)
     news = ", and has changed since you trusted it" if changed else ""
-    by_page = STARTED_BY in os.environ or _words_of_others.get()
-    once = " and run the command once in a terminal" if by_page else ""
+    once = "" if by_a_person() else " and run the command once in a terminal"
     return (
         f"{noun} of these settings is Python code, {path}{where}, which would run with your rights{news}; if you trust "
         f"it, set {TRUST}={path}{once}"

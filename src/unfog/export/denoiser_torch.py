@@ -7,6 +7,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from unfog.export.values_torch import to_model, to_stored
+
 
 class Denoiser(nn.Module):
     """D(x, sigma) = E[x0 | x], the clean image that is expected behind x = x0 + sigma * noise.
@@ -46,14 +48,15 @@ class Denoiser(nn.Module):
         return (self(x, sigma, label) - x) / variance
 
     def to_model(self, stored):
-        """Map stored values, such as 0 to 255, to float values of about -1 to 1."""
-        low, high = self.model["values"]["low"], self.model["values"]["high"]
-        return (torch.as_tensor(stored, dtype=torch.float32) - (high + low) / 2) / ((high - low) / 2)
+        """Map stored values [..., C, H, W], such as 0 to 255, to float values of about -1 to 1."""
+        return to_model(self.model["values"], stored)
 
     def to_stored(self, x):
-        """Map values of the model to the units of stored ones, without rounding: the inverse of `to_model`."""
-        low, high = self.model["values"]["low"], self.model["values"]["high"]
-        return x * ((high - low) / 2) + (high + low) / 2
+        """Map values of the model to the units of stored ones, without rounding: the inverse of `to_model`.
+
+        Gradients pass through it. `rounded(denoiser.model["values"], …)` makes the stored type of them.
+        """
+        return to_stored(self.model["values"], x)
 
     def _label(self, x, label):
         null = len(self.classes)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from unfog.values.image_format import BYTES, StoredValues
+from unfog.values.image_format import ImageFormat
 
 _HEAD = '''"""{title}
 
@@ -38,11 +38,12 @@ class GroupNorm(nn.GroupNorm):
         h = self(x)
         return F.silu(h if scale is None or shift is None else h * (1 + scale) + shift)
 '''
-# Format -> the module that an export has as sample.py.
-_SAMPLE_FILES = {
-    "safetensors": "unfog.export.sample_torch",
-    "pt2": "unfog.export.sample_torch",
-    "onnx": "unfog.export.sample_onnx",
+# Format -> name of a file in its exports -> the module that it is.
+_TORCH_FILES = {"sample.py": "unfog.export.sample_torch", "values.py": "unfog.export.values_torch"}
+_CODE_FILES = {
+    "safetensors": _TORCH_FILES,
+    "pt2": _TORCH_FILES,
+    "onnx": {"sample.py": "unfog.export.sample_onnx", "values.py": "unfog.export.values_numpy"},
 }
 NETWORK_MODULES = ("unfog.values.conditions", "unfog.models.layers")
 """What the module of every network uses."""
@@ -58,22 +59,18 @@ images[0].save("sample.png")
 _TORCH = """\
 import runpy
 
-import torch
-from PIL import Image
+{imports}
 
 {folder}
 code = runpy.run_path(f"{{folder}}/sample.py")  # plain torch
 model, network = code["load"](folder)
 noise = torch.randn(4, *model["input"], generator=torch.Generator().manual_seed(0))
 x = code["sample"](model, network, noise{label})
-{decode}pixels = ({stored}).round().byte().permute(0, 2, 3, 1).numpy()
-Image.fromarray(pixels[0].squeeze()).save("sample.png")
-"""
+{decode}{save}"""
 _DENOISER = """\
 import runpy
 
-import torch
-from PIL import Image
+{imports}
 
 {folder}
 code = runpy.run_path(f"{{folder}}/denoiser.py")  # plain torch
@@ -84,23 +81,29 @@ x = levels[0] * torch.randn(4, *denoiser.shape, generator=torch.Generator().manu
 for sigma, then in zip(levels, [*levels[1:], 0.0]):  # DDIM
     x0 = denoiser(x, sigma{label})
     x = x0 + then / sigma * (x - x0)
-pixels = ({stored}).round().byte().permute(0, 2, 3, 1).numpy()
-Image.fromarray(pixels[0].squeeze()).save("sample.png")
-"""
+{save}"""
 _ONNX = """\
 import runpy
 
-import numpy as np
-from PIL import Image
+{imports}
 
 {folder}
 code = runpy.run_path(f"{{folder}}/sample.py")  # plain numpy
 model, sessions = code["load"](folder)
 noise = np.random.default_rng(0).standard_normal((4, *model["input"])).astype(np.float32)
 x = code["sample"](model, sessions, noise{label})
-pixels = ({stored}).round().clip(0, 255).astype(np.uint8).transpose(0, 2, 3, 1)
+{save}"""
+_VALUES = 'values = runpy.run_path(f"{folder}/values.py")\n'
+# Of pictures, and of other values, which are written in the units of their source.
+_PIXELS = """\
+pixels = ({stored}).round().byte().permute(0, 2, 3, 1).numpy()
 Image.fromarray(pixels[0].squeeze()).save("sample.png")
 """
+_ARRAY = """\
+stored = {maps}["rounded"]({described}["values"], {maps}["to_stored"]({described}["values"], x))
+np.save("samples.npy", stored.permute(0, 2, 3, 1).numpy())
+"""
+_NUMPY_BYTES = ".round().clip(0, 255).astype(np.uint8).transpose(0, 2, 3, 1)"
 # From latents to images.
 _DECODE = {
     "safetensors": 'x = runpy.run_path(f"{folder}/network.py")["decode"](model, folder, x)\n',
@@ -165,10 +168,15 @@ def package_file(name: str) -> bytes:
     return Path(spec.origin).read_bytes()
 
 
-def usage(kind: str, name: str, model: Mapping[str, Any], custom: bool, values: StoredValues = BYTES) -> str:
+def usage(kind: str, name: str, model: Mapping[str, Any], custom: bool, format: ImageFormat) -> str:
     """Return Markdown that shows how to sample from an export of this format, described by its model.json.
 
-    `name` is that of the repository on the Hub, or "". `custom`: a pipeline of diffusers has code of its own.
+    Args:
+        kind: of the export.
+        name: of the repository on the Hub, or "".
+        model: the description.
+        custom: a pipeline of diffusers has code of its own.
+        format: of the images.
     """
     place = repr(name or "FOLDER").replace("'", '"')
     classes = len(model["classes"])
@@ -183,22 +191,36 @@ def usage(kind: str, name: str, model: Mapping[str, Any], custom: bool, values: 
         folder = f"from huggingface_hub import snapshot_download\n\nfolder = snapshot_download({place})"
     else:
         folder = f"folder = {place}"
+    library, short = ("import numpy as np", "np") if kind == "onnx" else ("import torch", "torch")
+    imports = [library, "from PIL import Image"] if format.is_picture else sorted({"import numpy as np", library})
+    label = f", {short}.arange(4) % {classes}" if classes else ""
+    shared = {"folder": folder, "imports": "\n".join(imports), "label": label, "save": _save(kind, format)}
     if kind == "denoiser":
-        label, argument = (f", torch.arange(4) % {classes}", ", label") if classes else ("", "")
-        stored = values.formula("x.clamp(-1, 1)")
-        return _block(_DENOISER.format(folder=folder, label=label, argument=argument, stored=stored))
+        return _block(_DENOISER.format(argument=", label" if classes else "", **shared))
     if kind == "onnx":
-        label = f", np.arange(4) % {classes}" if classes else ""
-        return _block(_ONNX.format(folder=folder, label=label, stored=values.formula("x")))
-    label = f", torch.arange(4) % {classes}" if classes else ""
-    decode, stored = _DECODE[kind] if model["latents"] else "", values.formula("x.clamp(-1, 1)")
-    return _block(_TORCH.format(folder=folder, label=label, decode=decode, stored=stored))
+        return _block(_ONNX.format(**shared))
+    return _block(_TORCH.format(decode=_DECODE[kind] if model["latents"] else "", **shared))
+
+
+def _save(kind: str, format: ImageFormat) -> str:
+    """Return the lines that write samples x: a PNG of the first picture, or an array in the units of its source."""
+    if format.is_picture:
+        x = "x" if kind == "onnx" else "x.clamp(-1, 1)"
+        lines = _PIXELS.format(stored=format.values.formula(x))
+    elif kind == "denoiser":
+        lines = _ARRAY.format(maps="code", described="denoiser.model")
+    else:
+        lines = _VALUES + _ARRAY.format(maps="values", described="model")
+    if kind != "onnx":
+        return lines
+    lines = lines.replace(".round().byte().permute(0, 2, 3, 1).numpy()", _NUMPY_BYTES)
+    return lines.replace(".permute(0, 2, 3, 1).numpy()", ".transpose(0, 2, 3, 1)")
 
 
 def _block(code: str) -> str:
     return f"```python\n{code}```"
 
 
-def sample_file(kind: str) -> bytes | None:
-    """Return sample.py of an export; None for diffusers, whose pipeline samples."""
-    return package_file(_SAMPLE_FILES[kind]) if kind in _SAMPLE_FILES else None
+def code_files(kind: str) -> dict[str, bytes]:
+    """Return the code of an export that is the same for all runs, by the names of its files."""
+    return {name: package_file(module) for name, module in _CODE_FILES.get(kind, {}).items()}

@@ -21,7 +21,7 @@ from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.export.graphs import Decoder, check_packages, write_graph
-from unfog.export.source_code import NETWORK_MODULES, OF_TRAINING, plain_source, sample_file, usage
+from unfog.export.source_code import NETWORK_MODULES, OF_TRAINING, code_files, plain_source, usage
 from unfog.files.safe_files import copy_into, tensor_file, write_atomic
 from unfog.files.work_folder import whole_folder
 from unfog.inference.export_description import check_conditions_map, describe_denoiser, describe_model
@@ -43,6 +43,7 @@ _DESCRIPTION, _WEIGHTS, SOURCE = "model.json", "model.safetensors", "network.py"
 # Largest difference between the outputs of the run and of its export, over the largest output.
 _TOLERANCE = {"denoiser": 1e-5}
 _USUAL_TOLERANCE = 1e-3
+_VALUE_TOLERANCE = 1e-5  # of the largest value of a channel
 _LEVELS = 9  # at which a denoiser is compared
 _SAMPLES = 16  # on the model card
 _BUILD = '''
@@ -129,6 +130,7 @@ def export(run: LoadedRun, out: Path, settings: ExportSettings) -> float:
     with whole_folder(out) as folder, torch.no_grad():
         job = _Export(run, network, sampler, describe_model(run, sampler), folder)
         difference = _WRITERS[settings.format](job)
+        _write_code(job, settings.format)
         if not difference <= _TOLERANCE.get(settings.format, _USUAL_TOLERANCE):
             raise RunError(
                 f"the export differs from the run by {difference:.2g} of the largest output; this is a bug in unfog"
@@ -139,15 +141,32 @@ def export(run: LoadedRun, out: Path, settings: ExportSettings) -> float:
     return difference
 
 
+def _write_code(job: _Export, kind: str) -> None:
+    """Write the code that loads an export and maps its values. RunError if its map is not that of the run."""
+    for name, content in code_files(kind).items():
+        write_atomic(job.folder / name, content, job.folder)
+    if kind == "diffusers":
+        return
+    # Written a moment ago, by this process, from this package.
+    code = run_path(str(job.folder / ("denoiser.py" if kind == "denoiser" else "values.py")))
+    described, values = job.description["values"], job.run.config.image_format.values
+    shape = job.run.config.image_format.shape
+    stored = values.to_units(x0 := torch.randn(2, *shape, generator=torch.Generator().manual_seed(2)))
+    whole = values.rounded(stored)
+    for name, given, expected in (("to_stored", x0, stored), ("to_model", whole, values.to_model(whole))):
+        found = torch.as_tensor(code[name](described, given.numpy()))
+        largest = expected.abs().amax((0, 2, 3), keepdim=True)  # of each channel, as each has units of its own
+        if not bool(((found - expected).abs() <= _VALUE_TOLERANCE * largest).all()):
+            raise RunError(f"{name} of the export differs from that of the run; this is a bug in unfog")
+
+
 def _write_card(job: _Export, settings: ExportSettings) -> None:
     """Write the model card, the grid that it shows, and the code that it calls."""
     run, model = job.run, job.description
-    if (code := sample_file(settings.format)) is not None:
-        write_atomic(job.folder / "sample.py", code, job.folder)
     pixels, caption = _card_grid(job)
     save_png(job.folder / GRID, job.folder, pixels)
     custom = (job.folder / "pipeline.py").exists()
-    use = usage(settings.format, settings.push_to_hub, model, custom, run.config.image_format.values)
+    use = usage(settings.format, settings.push_to_hub, model, custom, run.config.image_format)
     card = model_card(run, CardSettings(settings.format, settings.push_to_hub, settings.license, caption, use))
     write_atomic(job.folder / "README.md", card.encode(), job.folder)
 
@@ -160,7 +179,7 @@ def _card_grid(job: _Export) -> tuple[Pixels, str]:
     count = count if count <= 2 * _SAMPLES else _SAMPLES
     say(f"  drawing {count} samples for the model card")
     config = job.run.config
-    samples = config.image_format.to_pictures(draw_samples(config, job.network, job.sampler, count))
+    samples = config.view(config.image_format.to_pictures(draw_samples(config, job.network, job.sampler, count)))
     caption = f"{count} samples of seed 0, {job.sampler.kind} in {job.sampler.steps} steps, not selected"
     named = f"; {sanitize(', '.join(classes))}" if 1 < len(classes) <= _SAMPLES else ""
     return sample_grid(samples, classes), f"{caption}{named}"
@@ -170,10 +189,10 @@ def _check(run: LoadedRun, sampler: Sampler, kind: str) -> None:
     """Raise RequestError if a format cannot hold a run and its sampler."""
     check_packages(kind)
     check_conditions_map(run.config)
-    if not run.config.image_format.is_picture:
+    if kind == "diffusers" and not run.config.image_format.is_picture:
         raise RequestError(
-            f"exports write pictures of 8 bits, and this run has {run.config.image_format} with a map of its own; "
-            "`unfog sample` writes .npy files in the units of the source"
+            f"pipelines of diffusers make pictures of 8 bits, and this run has {run.config.image_format} with a map of "
+            "its own; give --format denoiser, safetensors, onnx or pt2, which store the map"
         )
     if kind == "denoiser" and run.config.representation.scaling():
         raise RequestError(
@@ -232,7 +251,7 @@ def _write_description(job: _Export) -> None:
 
 def _denoiser_source(run: LoadedRun) -> str:
     """Return the network's code and that of its denoiser as one file of plain torch and safetensors."""
-    return _plain_network(run, "denoiser", ["unfog.export.denoiser_torch"])
+    return _plain_network(run, "denoiser", ["unfog.export.values_torch", "unfog.export.denoiser_torch"])
 
 
 def _network_source(run: LoadedRun) -> str:

@@ -57,6 +57,7 @@ def describe_model(run: LoadedRun, sampler: Sampler) -> dict[str, Any]:
         "sampler": {"kind": sampler.kind, "order": sampler.order, "clip": sampler.clip},
         "levels": noise_levels(config.diffusion, sampler),
         "latents": scaling and {"factor": config.representation.factor, **scaling},
+        "values": asdict(config.image_format.values),
     }
 
 
@@ -83,7 +84,7 @@ def describe_denoiser(run: LoadedRun, sampler: Sampler) -> tuple[dict[str, Any],
     The log SNR is float32 [T], or [0] if the network receives no timesteps. `sampler` is that of the model card.
     """
     config, model = run.config, describe_model(run, sampler)
-    diffusion, values = config.diffusion, config.image_format.values
+    diffusion = config.diffusion
     schedule, condition, levels = diffusion.schedule, _condition(config), torch.zeros(0)
     if condition["kind"] == "timestep":
         assert isinstance(schedule, TimestepSchedule)  # others have another kind of condition
@@ -96,7 +97,7 @@ def describe_denoiser(run: LoadedRun, sampler: Sampler) -> tuple[dict[str, Any],
     noisiest, cleanest = schedule.limits()
     if math.isinf(noisiest):
         noisiest = float(levels[-2])  # of a schedule whose last level is pure noise
-    names = ("run", "network", "input", "out_channels", "wrap", "classes", "null_label")
+    names = ("run", "network", "input", "out_channels", "wrap", "classes", "null_label", "values")
     return {
         "format": "unfog-denoiser",
         "version": _VERSION,
@@ -109,7 +110,6 @@ def describe_denoiser(run: LoadedRun, sampler: Sampler) -> tuple[dict[str, Any],
             "condition": {name: value for name, value in condition.items() if name != "scale"},
         },
         "sigma": [math.exp(-cleanest / 2), math.exp(-noisiest / 2)],
-        "values": {"dtype": values.dtype, "low": values.low, "high": values.high},
     }, levels
 
 

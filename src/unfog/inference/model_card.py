@@ -17,6 +17,7 @@ from unfog.process.machine_key import machine_key
 from unfog.process.run_folder import source_name
 from unfog.reporting.records import read_object
 from unfog.text import sanitize
+from unfog.values.value_maps import describe
 
 GRID = "samples.png"
 _LARGEST_REPORT = 2**30  # bytes of data.json, which names every file
@@ -92,10 +93,12 @@ def _data(run: LoadedRun) -> _Data:
     named = [f"{one} ({counts[one]:,})" if isinstance(counts.get(one), int) else one for one in shown]
     used, held_out = (report.get(key) for key in ("used", "held_out"))
     known = isinstance(used, int) and isinstance(held_out, int)
+    values = config.image_format.values
     rows = [
         ("source", name),
         ("images", f"{used:,}, of which {held_out:,} were held out of training" if known else "not recorded"),
         ("size", str(config.image_format)),
+        *([("-1 to 1 of the model", describe(values.maps))] if values.maps else []),
         *([("seamless along", " and ".join(config.data.wrapped))] if config.data.wrapped else []),
         *([("unknown values", f"{config.data.unknown_share:.2%}, left out")] if config.data.has_unknown else []),
         ("classes", ", ".join([*named, *more]) or "none"),

@@ -28,11 +28,12 @@ from unfog.inference.guide import Guide, resolve_guidance
 from unfog.inference.loaded_run import FAR, LoadedRun, weights_digest
 from unfog.pipeline.edit_images import ImageInput, build_edit
 from unfog.pipeline.generate import GenerationSettings, generate_batches
+from unfog.pipeline.measurement import MeasureInput, Measurement, ObservedInput, build_measurement
 from unfog.process.device import available_memory
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.notebook import figure, table
 from unfog.reporting.progress import plural, warn
-from unfog.text import format_bytes
+from unfog.text import format_bytes, sanitize
 from unfog.training.precision import DTYPES
 from unfog.values.image_format import Size, are_pictures, to_pillow
 
@@ -95,6 +96,17 @@ class Samples(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
         return figure(np.asarray(self), self._title()) if self._are_images else None
 
 
+def _of_posterior(request: SamplingRequest, guide: Guide | None, image: ImageInput | None) -> SamplingRequest:
+    """Return the request for samples given a measurement. RequestError if it asks for another prior."""
+    if request.guidance not in (None, 1.0) or guide not in (None, "none"):
+        raise RequestError("guidance changes the prior, and measure samples the posterior of the run's; omit guidance")
+    if image is not None:
+        raise RequestError("measure and an image to edit are two ways to sample; give one of them")
+    # Gradients of 16 bits are too coarse to solve with.
+    precision = "fp32" if request.precision == "auto" else request.precision
+    return replace(request, guidance=1.0, precision=precision)
+
+
 class PreparedSampling(NamedTuple):
     """A request for samples that was checked, with all that it needs loaded."""
 
@@ -102,7 +114,8 @@ class PreparedSampling(NamedTuple):
     guide: Denoiser | None
     edit: Edit | None
     caption: tuple[str, ...]
-    """How the images are generated: run, step, weights, sampler, guidance, guide, seed."""
+    """How the images are generated: run, step, weights, sampler, guidance, guide, measurement, seed."""
+    measurement: Measurement | None = None
 
 
 class Run(LoadedRun):
@@ -124,6 +137,9 @@ class Run(LoadedRun):
         guide: Guide | None = None,
         image: ImageInput | None = None,
         mask: ImageInput | None = None,
+        measure: MeasureInput | None = None,
+        observed: ObservedInput | None = None,
+        noise: object = None,
         progress: Callable[[int], None] = lambda done: None,
         observe: Observe | None = None,
         size: Size = 0,
@@ -147,6 +163,11 @@ class Run(LoadedRun):
                 are variations of it.
             mask: file, or uint8 or bool of the image's height and width: only what is white is generated, to match
                 the rest, which stays as it is to the bit.
+            measure: function of an inverse problem, or a file FILE.py that defines it: images in the units of the
+                run's source, [B, C, H, W], to [B, …], differentiable in torch. The samples are draws from the
+                posterior of images, given `observed`.
+            observed: what was measured of one image, […]: an array, a tensor or a file .npy.
+            noise: standard deviation of the values of `observed`; None is `noise` of the file, or 0.
             observe: called with a `SamplingStep` at each step of each batch, of edits too. Where it returns True,
                 sampling ends, and the images of the batches that were finished are returned.
             size: of the images, 64 or "96x64" (width x height), which the network must take; 0 is that of the run, or
@@ -157,6 +178,7 @@ class Run(LoadedRun):
         RequestError if a setting, an image or a mask is not valid, or the guide does not fit or does not exist.
         """
         run, samples = self.at_size(size), list[Pixels]()
+        settings |= {"measure": measure, "observed": observed, "noise": noise}
         prepared = run.prepare(n, label=label, given=given, guide=guide, image=image, mask=mask, **settings)
         for numbers, batch in run.draw(prepared, observe):
             samples.append(batch)
@@ -183,17 +205,27 @@ class Run(LoadedRun):
         guide: Guide | None = None,
         image: ImageInput | None = None,
         mask: ImageInput | None = None,
+        measure: MeasureInput | None = None,
+        observed: ObservedInput | None = None,
+        noise: object = None,
         **settings: Any,
     ) -> PreparedSampling:
         """Check a request and read its files. Arguments and errors are those of `sample`."""
         settings = usual_arguments(settings, SAMPLING)
         label = settings.pop("label", label)
         request = update(SamplingRequest(), {"n": n, **settings}, "")
+        measurement = None
+        if any(value is not None for value in (measure, observed, noise)):
+            measurement = build_measurement(self.config, measure, observed, noise, self.device, self.path)
+            request = _of_posterior(request, guide, image)
         conditions = self.config.conditions
+        # An observed image may be of any class, which a network learns where labels are dropped at times.
+        asked = conditions.with_label(given, label)
+        unconditional = measurement is not None and asked == {} and self.config.label_dropout > 0
         generation = GenerationSettings(
             request.n,
             self.sampler(request.sampler, request.steps, request.grid, request.levels),
-            conditions.parse(conditions.with_label(given, label)),
+            () if unconditional else conditions.parse(asked),
             request.seed,
             1.0 if request.guidance is None else request.guidance,
             request.batch,
@@ -215,7 +247,10 @@ class Run(LoadedRun):
         generation = replace(generation, guidance=guidance.scale)
         if self.enlarged > FAR:
             self._check_memory(generation, guidance.guide is not None)
-        return PreparedSampling(generation, guidance.guide, edit, self._describe(generation, guidance.name))
+        caption = self._describe(generation, guidance.name)
+        if measurement is not None:
+            caption = (*caption, f"given {sanitize(measurement.name)}")
+        return PreparedSampling(generation, guidance.guide, edit, caption, measurement)
 
     def _untold(self, generation: GenerationSettings) -> list[str]:
         """Return a line if a condition is not given, and the run never hid any in training."""
@@ -257,23 +292,26 @@ class Run(LoadedRun):
         skip: Callable[[range], bool] = lambda numbers: False,
     ) -> Iterator[tuple[range, Pixels]]:
         """Yield (numbers, images uint8 [n, H, W, C]) of each batch, but for those that `skip` is true of."""
-        generation, guide, edit, _ = prepared
+        generation, guide, edit, _, measurement = prepared
         self.sampled, self.calls = prepared.caption, 0
 
         def count(calls: int) -> None:
             self.calls = max(self.calls, calls)  # the adaptive sampler takes another number for each batch
 
-        return generate_batches(self.network, self.config, generation, observe, guide, count, edit, skip)
+        observation = None if measurement is None else measurement.observation
+        return generate_batches(self.network, self.config, generation, observe, guide, count, edit, skip, observation)
 
     def digest(self, prepared: PreparedSampling) -> str:
         """Return a digest of all that the images depend on, to the bit."""
-        generation, guide, edit, _ = prepared
+        generation, guide, edit, _, measurement = prepared
         # The weights themselves and not the step: an EMA of a width is rebuilt from whatever snapshots there are now.
         of: list[object] = [self.config, generation, weights_digest(self.network)]
         if guide is not None:
             of += [guide.diffusion, weights_digest(cast(nn.Module, guide.network))]
         if edit is not None:
             of += [edit.strength, edit.repeats, edit.image.tolist(), edit.unknown is not None and edit.unknown.tolist()]
+        if measurement is not None:
+            of.append(measurement.digest)
         return hashlib.sha256(repr(of).encode()).hexdigest()
 
     def export(self, out: str | PathLike[str], **settings: Any) -> Path:

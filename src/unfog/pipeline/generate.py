@@ -18,6 +18,7 @@ from unfog.data.dataset import ImageSet
 from unfog.diffusion.denoiser import Autoguided, Conditional, Denoiser, Guided, Within, inside_interval
 from unfog.diffusion.editing import Edit
 from unfog.diffusion.noise import NoiseSource, Schedule
+from unfog.diffusion.posterior import Observation
 from unfog.diffusion.sampler import TWO_CALLS, Denoise, Observe, Sampler
 from unfog.diffusion.steps import PURE_NOISE, Watch
 from unfog.errors import RequestError
@@ -104,7 +105,6 @@ def generate_images(
     return np.concatenate(samples)
 
 
-@torch.inference_mode()
 def generate_batches(
     network: nn.Module,
     config: Config,
@@ -114,21 +114,38 @@ def generate_batches(
     calls: Callable[[int], None] = lambda calls: None,
     edit: Edit | None = None,
     skip: Callable[[range], bool] = lambda numbers: False,
+    observation: Observation | None = None,
 ) -> Iterator[tuple[range, Pixels]]:
     """Yield (numbers, samples uint8 [n, H, W, C]) of each batch, but for those whose numbers `skip` is true of.
 
     `calls` receives, for each batch, the network calls per image, with those of a guide. `observe` is called at every
     step of every batch. Where `observe` returns True, that batch is dropped, and it is the last. `edit` is an image to
     start from, or to paint into. `guide` is a weaker denoiser for autoguidance; None guides away from the output
-    without a class.
+    without a class. With an `observation` samples are drawn from the posterior.
     """
+    # Tensors of inference mode have no gradients, which a posterior needs.
+    mode = torch.inference_mode() if observation is None else torch.no_grad()
+    return mode(_generate_batches)(network, config, settings, observe, guide, calls, edit, skip, observation)
+
+
+def _generate_batches(
+    network: nn.Module,
+    config: Config,
+    settings: GenerationSettings,
+    observe: Observe | None,
+    guide: Conditional | None,
+    calls: Callable[[int], None],
+    edit: Edit | None,
+    skip: Callable[[range], bool],
+    observation: Observation | None,
+) -> Iterator[tuple[range, Pixels]]:
     device = next(network.parameters()).device
     settings = settings.resolved(config, device)
     shape, image_map = config.input_shape, ImageMap.of(config, device)
     sampler = config.representation.sampler(settings.sampler)
     encoded_edit = None if edit is None else image_map.encode_edit(edit)
-    # Known pixels constrain the predicted image, not the learned variance.
-    uses_variance = sampler.kind == "ddpm" and (edit is None or edit.unknown is None)
+    # Known pixels, and what was observed, constrain the predicted image, not the learned variance.
+    uses_variance = sampler.kind == "ddpm" and (edit is None or edit.unknown is None) and observation is None
     variance = config.diffusion.learned_variance and uses_variance
     end = settings.first + settings.count
     with _evaluation_mode(network, device, settings.precision):
@@ -140,6 +157,8 @@ def generate_batches(
             weaker = None if guide is None else _CallCounter(guide)
             conditions = settings.conditions(config, indices, device)
             denoise = conditional_denoiser(denoiser, config, settings, conditions, weaker)
+            if observation is not None:
+                denoise = observation.posterior(denoise, config.diffusion.path)
             noise = settings.noise(indices, shape, device)
             parts = (denoise, config.diffusion.path, config.diffusion.schedule, noise)
             watch = observe and Watch(observe, first)

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unfog.data.scans.write import SampleFormat
 from unfog.errors import RequestError, RunError
 from unfog.files.locks import LOCK, lock_of
-from unfog.files.safe_files import LARGEST_TEXT, read_file, remove, write_atomic
+from unfog.files.safe_files import LARGEST_TEXT, read_file, regular_file, remove, write_atomic
 from unfog.process.run_folder import new_folder
 from unfog.reporting.image_grids import Pixels, padded, read_png, save_png
 from unfog.reporting.progress import say
@@ -84,6 +86,19 @@ class SampleFolder:
         """Read the first samples back, uint8 [n, H, W, C]; smaller ones than others are in the middle of white."""
         return padded([_read(self.file(number)) for number in range(min(count, self.count))])
 
+    def values(self, number: int) -> NDArray[Any]:
+        """Read a sample [H, W, C] back from its .npy file. RunError if it cannot be read."""
+        path = self.file(number).with_suffix(".npy")
+        try:
+            return np.load(regular_file(path, self.path), allow_pickle=False)  # type: ignore[no-any-return]
+        except (OSError, ValueError) as error:
+            raise RunError(f"{path} cannot be read ({error}); remove it and its PNG, and repeat the command") from error
+
+    def save(self, name: str, values: NDArray[Any], picture: Pixels) -> None:
+        """Write values [H, W, C] of all samples together, and a picture uint8 [H, W, C] of them."""
+        write_atomic(self.path / f"{name}.npy", _npy(values), self.path)
+        save_png(self.path / f"{name}.png", self.path, picture)
+
     def finish(self) -> None:
         """Say that all is written: from now on the folder is like any other."""
         remove(self.path / UNFINISHED, self.path)
@@ -138,7 +153,7 @@ class SampleFolder:
         return self.names[number % len(self.names)] if self.names else ""
 
 
-def _npy(values: Pixels) -> bytes:
+def _npy(values: NDArray[Any]) -> bytes:
     """Return the content of a .npy file."""
     file = BytesIO()
     np.lib.format.write_array(file, np.ascontiguousarray(values), (1, 0), allow_pickle=False)

@@ -137,7 +137,8 @@ class Heartbeat:
                 self.save_requested |= self._unserved(_SAVE_FILE) is not None
             state = self._place.look()
             self.moved, self.away = state == "moved", state == "away"
-            self.preview_requested |= self._take(_PREVIEW_FILE)
+            if self._take(_PREVIEW_FILE):  # not `|=`, which would undo that the session clears it meanwhile
+                self.preview_requested = True
             if self._take(_STOP_FILE):
                 self._stop.request("STOP file")
             if self.activity != self._written_activity or time.monotonic() - written >= self._interval:

@@ -162,11 +162,15 @@ class StoredValues:
             if not stored.dtype.is_floating_point:
                 stored = stored.where(stored != of_unknown, of_known)
             return of_unknown.where(x0.isnan(), stored)
+        return self.rounded(self.to_units(x0))
+
+    def to_units(self, x0: Tensor) -> Tensor:
+        """Convert model values [..., C, H, W] to stored units, without rounding; gradients pass through it."""
         if self.maps:
-            return self.rounded(value_maps.to_stored(self.maps, x0))
+            return value_maps.to_stored(self.maps, x0)
         if self.floating:
             return x0 * self.half + self.middle
-        return self.rounded((x0 + self.middle / self.half) * self.half)
+        return (x0 + self.middle / self.half) * self.half
 
     def rounded(self, values: Tensor) -> Tensor:
         """Return values in stored units, rounded and clamped as an integer type requires; else as float32.

@@ -222,10 +222,12 @@ def to_stored(maps: tuple[ChannelMap, ...], x0: Tensor) -> Tensor:
     x = y
     if "log" in kinds:
         edge = knee.log()
-        exponential = torch.maximum(y, edge).exp() + knee * torch.clamp_max(y - edge, 0)
+        # Other channels meet 0 in a curve, as an infinite value there would make their gradient NaN.
+        log = torch.where(kinds["log"], y, edge)
+        exponential = torch.maximum(log, edge).exp() + knee * torch.clamp_max(log - edge, 0)
         x = torch.where(kinds["log"], exponential, x)
     if "arcsinh" in kinds:
-        x = torch.where(kinds["arcsinh"], y.sinh() * knee, x)
+        x = torch.where(kinds["arcsinh"], torch.where(kinds["arcsinh"], y, torch.zeros_like(y)).sinh() * knee, x)
     return x
 
 

@@ -65,6 +65,7 @@ class SampleRequest(SamplingRequest):
       unfog sample runs/photos --label cat -n 8                one class
       unfog sample runs/photos --image me.png --strength 0.4   variations of me.png
       unfog sample runs/photos --image me.png --mask mask.png  repaint the white part
+      unfog sample runs/ct --measure a.py --observed y.npy     solve y = a(x) + noise
 
     Image i of a seed is the same for every -n. RUN may be a folder of diffusers: a UNet2DModel with its scheduler.
     """
@@ -95,6 +96,10 @@ class SampleRequest(SamplingRequest):
     """Start from this image instead of pure noise."""
     mask: Path | None = setting(None, metavar="FILE")
     """Mask of the same size: white areas are regenerated, the rest of --image stays as it is."""
+    measure: Path | None = setting(None, metavar="FILE.py")
+    """Your code with measure(x), x in the units of the source: images are drawn that explain --observed."""
+    observed: Path | None = setting(None, metavar="FILE.npy")
+    """What was measured of one image, for --measure. The mean and deviation of the draws are written too."""
     strip: bool = False
     """Also write strip.png: x_t and the predicted x0 of the first image at several steps."""
     animate: Path | None = setting(None, metavar="FILE")
@@ -109,6 +114,8 @@ class SampleRequest(SamplingRequest):
         if self.animate is not None and self.animate.suffix not in (".gif", ".webp", ".mp4"):
             raise RequestError(f"--animate {self.animate} must end in .gif, .webp or .mp4")
         parse_view(self.view)
+        if (self.measure is None) != (self.observed is None):
+            raise RequestError("an inverse problem needs both --measure FILE.py and --observed FILE.npy")
         check_one_checkpoint(self.best, self.checkpoint)
         if self.guide is not None and self.guide_checkpoint is not None:
             raise RequestError(f"--guide {self.guide} and --guide-checkpoint both name a guide; give one of them")

@@ -89,10 +89,16 @@ def keep_array(source: Source, settings: Data) -> Kept | None:
 
 
 def _first_image(source: Source) -> _Image | None:
-    """Return one of the first images, as the source reads it; None if all fail, which decoding reports."""
+    """Return one of the first images, as the source reads it; None if all fail, which decoding reports.
+
+    The file of an image is closed, so only its header is known.
+    """
     for i in range(min(_LOOKED_AT, len(source.names))):
         with suppress(Exception):  # decoders raise almost anything on damaged files
-            return source.read(i)
+            image = source.read(i)
+            if not isinstance(image, np.ndarray):
+                image.close()
+            return image
     return None
 
 

@@ -1,0 +1,57 @@
+"""Value maps in an ONNX export: stored values of images to those of the model and back, in plain numpy.
+
+A description `values` has `dtype`, the type of stored values, and the ends `low` and `high` of a linear map to -1 and
+1; or `maps`, the fitted map of each channel, with `kind`, `knee`, `middle` and `half`: x becomes (curve(x) - middle) /
+half. The curve of "log" is log(x) from `knee` on, and its tangent below. The curve of "arcsinh" is asinh(x / knee). All
+other kinds have the identity. Nothing is clipped.
+"""
+
+import numpy as np
+
+
+def to_model(values, stored):
+    """Return stored values [..., C, H, W] as the model takes them, float32 of about -1 to 1."""
+    x = np.asarray(stored, np.float32)
+    if values["maps"]:
+        is_log, is_arcsinh, knee, middle, half = _channels(values)
+        logarithm = np.log(np.maximum(x, knee)) + np.minimum(x / knee - 1, 0)
+        return (np.where(is_log, logarithm, np.where(is_arcsinh, np.arcsinh(x / knee), x)) - middle) / half
+    middle, half = _linear(values)
+    return (x - middle) / half
+
+
+def to_stored(values, x):
+    """Return values of the model [..., C, H, W] in the units of stored ones, float32: the inverse of `to_model`."""
+    x = np.asarray(x, np.float32)
+    if values["maps"]:
+        is_log, is_arcsinh, knee, middle, half = _channels(values)
+        y = x * half + middle
+        edge = np.log(knee)
+        log = np.where(is_log, y, edge)
+        exponential = np.exp(np.maximum(log, edge)) + knee * np.minimum(log - edge, 0)
+        return np.where(is_log, exponential, np.where(is_arcsinh, np.sinh(np.where(is_arcsinh, y, 0)) * knee, y))
+    middle, half = _linear(values)
+    return x * half + middle
+
+
+def rounded(values, stored):
+    """Return values in stored units as float32, or rounded and limited to a type of integers."""
+    kind = np.dtype(values["dtype"])
+    if kind.kind == "f":
+        return stored.astype(np.float32)
+    ends = np.iinfo(kind)
+    low, high = (ends.min, ends.max) if values["maps"] else (values["low"], values["high"])
+    return stored.round().clip(low, high).astype(kind)
+
+
+def _linear(values):
+    return np.float32((values["high"] + values["low"]) / 2), np.float32((values["high"] - values["low"]) / 2)
+
+
+def _channels(values):
+    maps = values["maps"]
+    knee, middle, half = (
+        np.array([one[name] for one in maps], np.float32)[:, None, None] for name in ("knee", "middle", "half")
+    )
+    kinds = [np.array([one["kind"] == kind for one in maps])[:, None, None] for kind in ("log", "arcsinh")]
+    return *kinds, np.abs(knee), middle, half

@@ -1,0 +1,261 @@
+"""Measurements of inverse problems: a person's file or function, and what was observed, checked before sampling."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from unfog.config.schema import Config
+from unfog.config.spec_strings import quote
+from unfog.custom import consent
+from unfog.data.file_rows import map_array
+from unfog.diffusion.posterior import Observation
+from unfog.errors import RequestError
+from unfog.files.safe_files import read_file, regular_file
+from unfog.pipeline.sample_folder import SampleFolder
+from unfog.reporting.progress import say
+
+MeasureInput = str | PathLike[str] | Callable[[Tensor], Tensor]
+ObservedInput = str | PathLike[str] | NDArray[Any] | Tensor
+_LARGEST_CODE = 2**24  # bytes of a file of a measurement
+_LINEAR = 1e-3  # largest relative difference of a measurement that counts as linear
+
+
+@dataclass(frozen=True, eq=False)
+class Measurement:
+    """A measurement of the images of a run, checked on the device of the run."""
+
+    observation: Observation
+    """Of model values; y and its noise are divided by `scale`."""
+    scale: float
+    name: str
+    """Of the file or function, for captions."""
+    digest: str
+    """Of the file, the observed values and their noise."""
+
+    def error(self, x0: Tensor) -> float:
+        """Return the root mean square difference of measured images [B, C, H, W] and y, in the units of y."""
+        difference = self.observation.measure(x0) - self.observation.observed
+        return self.scale * float(difference.square().mean().sqrt())
+
+    @property
+    def noise(self) -> float:
+        """Root mean square deviation of the noise, in the units of y."""
+        return self.scale * float(self.observation.variance.mean().sqrt())
+
+
+def build_measurement(
+    config: Config,
+    measure: MeasureInput | None,
+    observed: ObservedInput | None,
+    noise: object,
+    device: torch.device,
+    run: Path,
+) -> Measurement:
+    """Return the measurement of images of a run.
+
+    Args:
+        config: of the run.
+        measure: file that defines `measure`, or a function: stored units [B, C, H, W] -> [B, …].
+        observed: file .npy, array or tensor […]: what was measured of one image.
+        noise: standard deviation of each value of `observed`; None is that of the file, or 0.
+        device: to measure on.
+        run: its folder, from which no code is taken.
+
+    RequestError if a file cannot be read, the shapes differ, there is no gradient, or values are not finite.
+    """
+    if measure is None or observed is None:
+        for name, value, other in (("observed", observed, "measure"), ("measure", measure, "observed")):
+            if value is not None:
+                raise RequestError(f"{name} needs {other}: give both --measure FILE.py and --observed FILE.npy")
+        raise RequestError("noise is that of a measurement; give measure and observed, or omit it")
+    if config.representation.scaling():
+        raise RequestError(
+            "this run generates latents, in which a measurement of images is not linear; measure takes runs on pixels"
+        )
+    function, name, code, own_noise = _read_measure(measure, run)
+    y = _read_observed(observed)
+    deviation = _read_noise(own_noise if noise is None else noise, y)
+    scale = float(y.abs().max()) or 1.0
+    flat, variance = _flat(y[None])[0].float(), (_real_noise(deviation, y) / scale).square()
+    units = config.image_format.values.to_units
+
+    def scaled(x0: Tensor) -> Tensor:
+        return _measured(function, units(x0), y) / scale
+
+    trial = Observation(scaled, (flat / scale).to(device), variance.to(device))
+    affine = _try(trial, config.input_shape, device)
+    digest = hashlib.sha256(b"".join([code, y.numpy().tobytes(), variance.numpy().tobytes()])).hexdigest()
+    return Measurement(Observation(scaled, trial.observed, trial.variance, affine), scale, name, digest)
+
+
+def _read_measure(given: MeasureInput, run: Path) -> tuple[Callable[[Tensor], Tensor], str, bytes, object]:
+    """Return the function that a person gives, its name, the content of its file, and the noise that it defines."""
+    if callable(given):
+        return given, getattr(given, "__name__", "measure"), b"", None
+    path = Path(given)
+    module, code = _load(path, run)
+    function = getattr(module, "measure", None)
+    if not callable(function):
+        raise RequestError(f"{quote(path.name)} defines no function measure(x), of x [B, C, H, W]")
+    return function, path.name, code, getattr(module, "noise", None)
+
+
+def _load(path: Path, run: Path) -> tuple[ModuleType, bytes]:
+    """Run a file of Python that a person names, and return its module and content."""
+    if not consent.by_a_person():
+        raise RequestError(f"measure = {quote(str(path))} is Python code, which only a person in a terminal may name")
+    if path.resolve().is_relative_to(run.resolve()):
+        raise RequestError(
+            f"measure = {quote(str(path))} lies in the folder of the run, which may be somebody else's; read it, and "
+            "copy it to another folder"
+        )
+    try:
+        content = read_file(path, path.parent, _LARGEST_CODE, follow=True)
+    except (OSError, ValueError) as error:
+        raise RequestError(f"measure = {quote(str(path))} cannot be read: {error}; give a file of Python") from None
+    sys.stderr.write(f"  measure: runs {quote(str(path))}\n")
+    module = ModuleType("measurement")
+    module.__file__ = str(path)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:  # last, so that it shadows nothing
+        sys.path.append(folder)
+    try:
+        exec(compile(content, str(path), "exec"), module.__dict__)
+    except Exception as error:  # a person's code may raise anything
+        raise RequestError(f"{quote(str(path))} failed: {type(error).__name__}: {error}") from error
+    return module, content
+
+
+def _read_observed(given: ObservedInput) -> Tensor:
+    """Return the observed values on the host, float32 or complex64."""
+    if isinstance(given, str | PathLike):
+        path = Path(given)
+        try:
+            values: Any = np.array(map_array(regular_file(path, path.parent, follow=True)))
+        except (OSError, ValueError) as error:
+            raise RequestError(f"observed = {quote(str(path))} cannot be read: {error}; give a file .npy") from None
+    else:
+        values = given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
+    if values.dtype.kind not in "biufc" or not values.size:
+        raise RequestError(f"observed is {values.dtype} {list(values.shape)}; give numbers, as measure returns them")
+    if missing := int((~np.isfinite(values)).sum()):
+        raise RequestError(
+            f"observed has {missing:,} values that are NaN or infinite, of {values.size:,}; leave these out of it and "
+            "of what measure returns"
+        )
+    return torch.from_numpy(np.ascontiguousarray(values, np.complex64 if values.dtype.kind == "c" else np.float32))
+
+
+def _read_noise(noise: object, y: Tensor) -> Tensor:
+    """Return the standard deviation of each value of y."""
+    try:
+        values = torch.as_tensor(0.0 if noise is None else noise, dtype=torch.float32).detach().cpu()
+        values = values.broadcast_to(y.shape)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RequestError(
+            f"noise is not a number, or one for each value of observed {list(y.shape)}: {error}"
+        ) from None
+    if not bool((values.isfinite() & (values >= 0)).all()):
+        raise RequestError(f"noise from {float(values.min()):g} to {float(values.max()):g} must be finite, at least 0")
+    return values
+
+
+def _real_noise(deviation: Tensor, y: Tensor) -> Tensor:
+    """Return the deviation of each real number of y, as `_flat` orders them."""
+    return _flat(torch.complex(deviation, deviation)[None] if y.is_complex() else deviation[None])[0]
+
+
+def _flat(y: Tensor) -> Tensor:
+    """Return values [B, …] as real numbers [B, M]; complex ones are two each."""
+    return (torch.view_as_real(y) if y.is_complex() else y).flatten(1)
+
+
+def _measured(function: Callable[[Tensor], Tensor], x: Tensor, observed: Tensor) -> Tensor:
+    """Return the values [B, M] that a person's function measures. RequestError if it is not like `observed`."""
+    try:
+        y = function(x)
+    except Exception as error:  # a person's code may raise anything
+        raise RequestError(f"measure failed for x {list(x.shape)}: {type(error).__name__}: {error}") from error
+    if not isinstance(y, Tensor):
+        raise RequestError(f"measure returned {type(y).__name__}, and not a tensor [B, …]")
+    if y.shape[:1] != x.shape[:1]:
+        raise RequestError(
+            f"measure returned {list(y.shape)} for x {list(x.shape)}; the first axis must be that of images"
+        )
+    if y.shape[1:] != observed.shape or y.is_complex() != observed.is_complex():
+        kinds = [" complex" * tensor.is_complex() for tensor in (y, observed)]
+        raise RequestError(
+            f"measure returns{kinds[0]} {list(y.shape[1:])} for one image, and observed is{kinds[1]} "
+            f"{list(observed.shape)}; both must be the same"
+        )
+    flat = _flat(y)
+    if not bool(flat.isfinite().all()):
+        raise RequestError("measure returns NaN or infinity for an image; it must be finite for all values of images")
+    return flat.float()
+
+
+def _try(observation: Observation, shape: tuple[int, int, int], device: torch.device) -> bool:
+    """Measure random images; return True if that is linear but for a constant. RequestError if it has no gradient."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode(False), torch.enable_grad():
+        a, b = (torch.randn(2, *shape, generator=generator).to(device) / 2 for _ in range(2))
+        y = observation.measure(a.requires_grad_())
+        gradient = torch.autograd.grad(y.square().sum(), a, allow_unused=True)[0] if y.requires_grad else None
+        if gradient is None or not bool(gradient.any()):
+            raise RequestError(
+                "measure has no gradient: what it returns must be computed from x by differentiable functions of "
+                "torch, without numpy, detach, item, rounding or comparisons"
+            )
+        if not bool(gradient.isfinite().all()):
+            raise RequestError("the gradient of measure is NaN or infinite for an image; such as that of sqrt at 0")
+        first, second, both, none = (observation.measure(x).detach() for x in (a, b, a + b, torch.zeros_like(a)))
+    difference = (first + second - both - none).abs().max()
+    return bool(difference <= _LINEAR * (first - none).abs().max())
+
+
+def moments(draws: Iterator[NDArray[Any]]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return mean and standard deviation of two or more draws [H, W, C], one in memory at a time (Welford)."""
+    count, mean, squares = 0, np.zeros(()), np.zeros(())
+    for draw in draws:
+        count += 1
+        before, mean = mean, mean + (draw - mean) / count
+        squares = squares + (draw - before) * (draw - mean)
+    return mean.astype(np.float32), np.sqrt(squares / (count - 1)).astype(np.float32)
+
+
+def write_posterior(folder: SampleFolder, config: Config, measurement: Measurement) -> None:
+    """Write mean and deviation of the draws in a folder, in the units of the source, and say how they fit y."""
+    format, device = config.image_format, measurement.observation.observed.device
+    errors = []
+    for i in range(folder.count):
+        draw = torch.from_numpy(folder.values(i).transpose(2, 0, 1)[None].copy()).to(device)
+        errors.append(measurement.error(format.to_model(draw)))
+    say(
+        f"  draws differ from {measurement.name} by {np.sqrt(np.mean(np.square(errors))):.4g} (root mean square); "
+        f"noise is {measurement.noise:.4g}"
+    )
+    if folder.count < 2:
+        return
+    mean, deviation = moments(folder.values(i) for i in range(folder.count))
+    x0 = format.to_model(format.values.rounded(torch.from_numpy(mean.transpose(2, 0, 1)[None])))
+    folder.save("mean", mean, config.view(format.to_pictures(x0))[0])
+    # Black is a deviation of 0, and white the largest of each channel.
+    largest = deviation.max((0, 1)).clip(np.finfo(np.float32).tiny)
+    shown = torch.from_numpy((2 * deviation / largest - 1).transpose(2, 0, 1)[None])
+    folder.save("deviation", deviation, config.view(format.to_pictures(shown))[0])
+    say(
+        f"  mean.npy and deviation.npy are of {folder.count:,} draws; white in deviation.png is "
+        + ", ".join(f"{one:.4g}" for one in largest)
+    )

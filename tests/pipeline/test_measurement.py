@@ -1,0 +1,195 @@
+"""Inverse problems from a file or a function: draws in the units of the source, their moments, and what is refused."""
+
+import math
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import forked
+import unfog
+from test_export import DEEP, DIT, MAPPED, MPUNET, UNET, latent_run, run_of
+from unfog.custom import consent
+from unfog.errors import RequestError
+from unfog.pipeline.measurement import moments
+
+DOCS = Path(__file__).parents[2] / "docs" / "inverse-problems.md"
+CODE = """
+import torch
+
+noise = 2.0
+
+def measure(x):
+    return x[:, :, ::2, ::2]
+"""
+
+
+def evens(x):
+    return x[..., ::2, :]
+
+
+@pytest.mark.parametrize("network", [UNET, MPUNET, DIT], ids=lambda network: network.kind)
+@pytest.mark.parametrize("data", [None, MAPPED, DEEP], ids=["pictures", "mapped", "uint16"])
+def test_draws_reproduce_what_was_measured_in_the_units_of_the_source(network, data):
+    run = run_of("default", network, 0, **({} if data is None else {"data": data}))
+    format = run.config.image_format
+    plain = run.sample(2, steps=4)  # in inference mode, whose tensors a posterior must not meet
+    y = torch.from_numpy(plain[0].transpose(2, 0, 1).astype(np.float32))[:, ::2]
+    samples = run.sample(3, steps=4, measure=evens, observed=y, batch=2)
+    assert samples.dtype == format.dtype
+    assert samples.shape == (3, *plain.shape[1:])
+    drawn, other, expected = (
+        format.to_model(torch.from_numpy(x.transpose(0, 3, 1, 2).copy())) for x in (samples, plain[1:], plain[:1])
+    )
+    # The channels of `MAPPED` have units that differ by a factor of millions, of which the large ones weigh most.
+    part = (slice(None), slice(1, 2) if data is MAPPED else slice(None), slice(None, None, 2))
+    error, unmeasured = ((x[part] - expected[part]).abs().mean() for x in (drawn, other))
+    assert error < (0.4 if data is MAPPED else 0.1) * unmeasured
+    assert len({sample.tobytes() for sample in samples}) == 3
+    again = run.sample(2, steps=4, measure=evens, observed=y, batch=2)
+    assert np.array_equal(again, samples[:2])
+    assert np.array_equal(run.sample(2, steps=4), plain)
+
+
+def test_draws_are_of_any_class_unless_one_is_asked_for():
+    run = run_of("default", DIT, 3)
+    assert run.config.label_dropout > 0
+    problem = {"measure": evens, "observed": Y}
+    assert run.prepare(2, **problem).generation.given == ()
+    assert run.prepare(2, label=0, **problem).generation.given == (("class", (0,)),)
+    one, other = (run.sample(1, steps=3, label=label, **problem) for label in ((), 0))
+    assert not np.array_equal(one, other)
+
+
+def test_complex_measurements_and_noise_by_value_are_taken():
+    run = run_of("default", DIT, 0, data=MAPPED)
+
+    def fourier(x):
+        return torch.fft.rfft2(x[:, 1], norm="ortho")[..., :2]
+
+    def measured(samples):
+        return fourier(torch.from_numpy(samples.transpose(0, 3, 1, 2).copy()))
+
+    y = measured(run.sample(1, steps=3, seed=5))[0]
+    samples = run.sample(2, steps=3, measure=fourier, observed=y, noise=np.full((8, 2), 0.5))
+    assert (measured(samples) - y).abs().mean() < 0.1 * (measured(run.sample(2, steps=3)) - y).abs().mean()
+    with pytest.raises(RequestError, match=r"noise is not a number, or one for each value.*\[8, 2\]"):
+        run.sample(1, measure=fourier, observed=y, noise=np.ones(3))
+
+
+def test_a_file_defines_measure_and_noise(tmp_path, capsys):
+    run = run_of("default", DIT, 0)
+    (tmp_path / "halves.py").write_text(CODE)
+    np.save(tmp_path / "y.npy", np.full((3, 4, 4), 90, np.uint8))
+    one = run.sample(2, steps=3, measure=tmp_path / "halves.py", observed=tmp_path / "y.npy")
+    assert "measure: runs" in capsys.readouterr().err
+    assert "given halves.py" in one.caption
+    y = np.full((3, 4, 4), 90)
+    assert np.array_equal(one, run.sample(2, steps=3, measure=lambda x: x[:, :, ::2, ::2], observed=y, noise=2.0))
+
+
+Y = np.zeros((3, 4, 8), np.float32)
+REFUSED = {
+    "alone": ({"measure": evens}, "needs observed"),
+    "without measure": ({"observed": Y}, "needs measure"),
+    "noise alone": ({"noise": 1.0}, "noise is that of a measurement"),
+    "another shape": (
+        {"measure": evens, "observed": Y[:, :2]},
+        r"\[3, 4, 8\] for one image.*\[3, 2, 8\]",
+    ),
+    "complex": ({"measure": evens, "observed": Y.astype(complex)}, "observed is complex"),
+    "no batch": ({"measure": lambda x: x[0, ..., ::2, :], "observed": Y}, "first axis must be that of images"),
+    "no tensor": ({"measure": lambda x: 3, "observed": Y}, "returned int"),
+    "no gradient": ({"measure": lambda x: evens(x).detach(), "observed": Y}, "no gradient"),
+    "rounding": ({"measure": lambda x: evens(x).round(), "observed": Y}, "no gradient"),
+    "numpy": ({"measure": lambda x: x.numpy(), "observed": Y}, "measure failed.*RuntimeError"),
+    "NaN": ({"measure": lambda x: evens(x - 500).sqrt(), "observed": Y}, "measure returns NaN"),
+    "NaN observed": ({"measure": evens, "observed": np.where(np.arange(8) < 2, math.nan, Y)}, "24 values that are NaN"),
+    "objects": ({"measure": evens, "observed": np.array([None])}, "observed is object"),
+    "negative noise": ({"measure": evens, "observed": Y, "noise": -1.0}, "at least 0"),
+    "guidance": ({"measure": evens, "observed": Y, "guidance": 2.0}, "guidance changes the prior"),
+    "an image": ({"measure": evens, "observed": Y, "image": np.zeros((8, 8, 3), np.uint8)}, "two ways to sample"),
+}
+
+
+@pytest.mark.parametrize(("settings", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_problem_is_refused(settings, said):
+    with pytest.raises(RequestError, match=said):
+        run_of("default", DIT, 0).sample(1, steps=2, **settings)
+
+
+def test_latents_are_refused(tmp_path):
+    with pytest.raises(RequestError, match="generates latents"):
+        latent_run(tmp_path / "autoencoder", "ours").sample(1, measure=evens, observed=Y)
+
+
+def test_code_of_others_is_not_run(tmp_path, monkeypatch):
+    run = run_of("default", DIT, 0)
+    run.folder.path = tmp_path / "run"
+    run.folder.path.mkdir()
+    for name in ("run/halves.py", "halves.py", "broken.py", "empty.py"):
+        (tmp_path / name).write_text({"broken.py": "1 / 0", "empty.py": ""}.get(name, CODE))
+    (tmp_path / "link.py").symlink_to(tmp_path / "run/halves.py")
+    for name, said in {
+        "run/halves.py": "lies in the folder of the run",
+        "link.py": "lies in the folder of the run",
+        "none.py": "cannot be read",
+        "broken.py": "ZeroDivisionError",
+        "empty.py": "defines no function",
+    }.items():
+        with pytest.raises(RequestError, match=said):
+            run.sample(1, measure=tmp_path / name, observed=Y)
+    monkeypatch.setenv(consent.STARTED_BY, "1")
+    with pytest.raises(RequestError, match="only a person"):
+        run.sample(1, measure=tmp_path / "halves.py", observed=Y)
+
+
+def test_a_pickled_observation_is_not_read(tmp_path):
+    np.save(tmp_path / "y.npy", np.array([{}], dtype=object), allow_pickle=True)
+    with pytest.raises(RequestError, match="cannot be read"):
+        run_of("default", DIT, 0).sample(1, measure=evens, observed=tmp_path / "y.npy")
+
+
+def test_moments_are_those_of_all_draws():
+    draws = np.random.default_rng(0).normal(1e4, 1, (7, 3, 2, 1))
+    mean, deviation = moments(iter(draws))
+    np.testing.assert_allclose(mean, draws.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(deviation, draws.std(0, ddof=1), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_command_writes_draws_mean_and_deviation(tmp_path):
+    fields = np.random.default_rng(0).normal(-500, 900, (24, 12, 16, 4)).astype(np.float32)
+    network = "unet:channels=8/8,attention=0/0,mid_attention=0,norm_groups=4"
+    run = unfog.train(fields, out=tmp_path / "run", steps=2, network=network, device="cpu", batch=8)
+    (tmp_path / "halves.py").write_text(CODE)
+    np.save(tmp_path / "y.npy", fields[0].transpose(2, 0, 1)[:, ::2, ::2])
+    words = ["sample", run.path, "--measure", tmp_path / "halves.py", "--observed", tmp_path / "y.npy", "-n", "3"]
+    done: subprocess.CompletedProcess = forked.run([*words, "--steps", "3", "--out", tmp_path / "out"])
+    assert done.returncode == 0, done.stderr
+    assert "noise is 2" in done.stderr
+    draws = np.stack([np.load(tmp_path / f"out/{i:06d}.npy") for i in range(3)])
+    np.testing.assert_allclose(np.load(tmp_path / "out/mean.npy"), draws.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(np.load(tmp_path / "out/deviation.npy"), draws.std(0, ddof=1), rtol=1e-3, atol=1e-4)
+    assert {"mean.png", "deviation.png", "grid.png", "000002.png"} <= {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
+    refused = forked.run(words[:4])
+    assert refused.returncode != 0
+    assert "--observed" in refused.stderr
+
+
+def test_the_page_solves_a_problem_from_a_file_and_from_python(tmp_path, monkeypatch):
+    run = run_of("default", DIT, 0)
+    code = dict(re.findall(r"```python (measure\.py|python)\n(.*?)```", DOCS.read_text(), re.DOTALL))
+    (tmp_path / "measure.py").write_text(code["measure.py"])
+    y = np.full((1, 4, 4), 100, np.float32)
+    np.save(tmp_path / "y.npy", y)
+    monkeypatch.setattr(unfog, "load", lambda path: run)
+    found = {"y": y, "measure": tmp_path / "measure.py"}
+    exec(compile(code["python"], DOCS.name, "exec"), found)
+    assert np.array_equal(found["draws"], run.sample(8, measure=tmp_path / "measure.py", observed=tmp_path / "y.npy"))
+    assert found["deviation"].shape == found["mean"].shape == (8, 8, 3)
