@@ -29,10 +29,10 @@ _BINS = 64  # of the curves of histograms
 _TAIL = 0.001  # share of the values on either side that the curves of histograms leave out
 _FLOOR = 1e-9  # power, over that of the channel, that counts as none
 _CONSTANT = 1e-6  # deviation, over that of the channel, that counts as none
-_SPECTRUM = "mean of |ln(power / real power)| over octaves: 0.1 is about 10%; of all channels the value of the farthest"
-_HISTOGRAM = "Wasserstein-1 distance in standard deviations of the real channel; the value of the farthest channel"
+_SPECTRUM = "mean over octaves of |ln(power / real power)|: 0.1 is about 10%"
+_HISTOGRAM = "Wasserstein-1 distance in standard deviations of the real channel"
 _UNITS = "Wasserstein-1 distance in the units of the source"
-_CORRELATION = "largest difference of correlations of two channels"
+_CORRELATION = "largest difference of all pairs"
 
 
 class ValueSource(Protocol):

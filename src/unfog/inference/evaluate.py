@@ -419,7 +419,8 @@ def _load_values(
     if kinds[0] != kinds[1]:
         raise RequestError(
             f"{sanitize(images)} has images of {describe_channels(kinds[0])}, and {sanitize(reference)} of "
-            f"{describe_channels(kinds[1])}; only images of the same channels compare"
+            f"{describe_channels(kinds[1])}; only images of the same channels compare (of a folder of `unfog sample`, "
+            "copy the .npy files to a folder of their own)"
         )
     check_enough(len(sets[1]), "the reference")
     return sets[0], sets[1]

@@ -100,10 +100,10 @@ def line_chart(
 def curve_chart(curve: Mapping[str, Any], name: str = "") -> str:
     """Return the chart of a `Curve` of `evaluation.value_metrics`, given as its fields; `name` is of the channel."""
     x, spectrum = curve["x"], curve["metric"] == "spectrum"
-    series = {"generated": (x, curve["generated"]), "real": (x, curve["real"])}
+    series = {"generated": (x, curve["generated"]), "real, area: random halves": (x, curve["real"])}
     names = ("frequency, 1 = highest along a row", "power") if spectrum else ("value", "density")
     of = f"{names[1]} of {name or 'channel ' + str(curve['channel'])}"
-    band = Band("range of real halves", x, curve["low"], curve["high"])
+    band = Band("range of random halves of the real images", x, curve["low"], curve["high"])
     return line_chart(series, names[0], of, log_y=spectrum, zero_y=not spectrum, log_x=spectrum, band=band)
 
 
