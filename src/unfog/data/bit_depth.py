@@ -8,6 +8,7 @@ no mode for them.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -24,6 +25,7 @@ from unfog.values.image_format import to_pillow
 # Least and most value of an image.
 Extent = tuple[float, float]
 
+_SIXTEEN_BITS = re.compile(r";16[BLN]")  # in the tiles of a Pillow image
 _TOLERANCE = 1e-3  # of a range of floating point: rounding and resizing leave values beyond it
 _FLOAT_RANGES = ((0, 1), (-1, 1), (0, 255))
 _OVERSHOOT = 2  # no image of 0 to 255 is known by values below
@@ -266,3 +268,19 @@ def as_image(picture: Image.Image | DeepImage | NDArray[Any]) -> Image.Image | D
 def has_usual_channels(array: NDArray[Any]) -> bool:
     """Return True for an array [H, W] or [H, W, C] of the channels of a picture, with transparency or without."""
     return array.ndim <= 2 or (array.ndim == 3 and array.shape[2] in USUAL)
+
+
+def is_deep(image: Image.Image | DeepImage) -> bool:
+    """Return True if an image, which need not be loaded, has integers deeper than 8 bits, or floating point."""
+    return isinstance(image, DeepImage) or image.mode[0] in "IF" or has_deep_colours(image)
+
+
+def is_grey(mode: str) -> bool:
+    """Return True for a mode of Pillow that has no colours, with transparency or without."""
+    return mode in ("1", "L", "LA", "F") or mode.startswith("I")
+
+
+def has_deep_colours(image: Image.Image | DeepImage) -> bool:
+    """Return True if an image has colours or transparency of 16 bits, of which Pillow reads the upper 8."""
+    deep = _SIXTEEN_BITS.search(str(getattr(image, "tile", "")))
+    return isinstance(image, Image.Image) and deep is not None and image.mode[0] not in "IF"

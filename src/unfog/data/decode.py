@@ -8,7 +8,6 @@ aliased resizing").
 from __future__ import annotations
 
 import math
-import re
 import sys
 import threading
 from collections.abc import Callable
@@ -29,7 +28,10 @@ from unfog.data.bit_depth import (
     ValueRange,
     as_image,
     extent_of,
+    has_deep_colours,
     has_usual_channels,
+    is_deep,
+    is_grey,
 )
 from unfog.data.full_depth.decode import to_planes
 from unfog.data.sources.base import FailedShardError, ImageError, ShardReadError
@@ -72,7 +74,6 @@ _LOW_BYTE = {
 }
 
 # Of each channel, in a raw mode; "BGR;16" is a pixel of 16 bits.
-_SIXTEEN_BITS = re.compile(r";16[BLN]")
 
 # Opens an image file, or an image that Pillow has no mode for.
 Opener: TypeAlias = Callable[[], Image.Image | DeepImage]
@@ -184,22 +185,6 @@ def upright_sides(image: Image.Image | DeepImage) -> tuple[int, int]:
     if width != height and isinstance(image, Image.Image) and image.format != "TIFF" and "exif" in image.info:
         return (height, width) if _orientation(image) >= _QUARTER_TURN else (width, height)
     return width, height
-
-
-def is_deep(image: Image.Image | DeepImage) -> bool:
-    """Return True if an image, which need not be loaded, has integers deeper than 8 bits, or floating point."""
-    return isinstance(image, DeepImage) or image.mode[0] in "IF" or has_deep_colours(image)
-
-
-def is_grey(mode: str) -> bool:
-    """Return True for a mode of Pillow that has no colours, with transparency or without."""
-    return mode in ("1", "L", "LA", "F") or mode.startswith("I")
-
-
-def has_deep_colours(image: Image.Image | DeepImage) -> bool:
-    """Return True if an image has colours or transparency of 16 bits, of which Pillow reads the upper 8."""
-    deep = _SIXTEEN_BITS.search(str(getattr(image, "tile", "")))
-    return isinstance(image, Image.Image) and deep is not None and image.mode[0] not in "IF"
 
 
 def read_deep(opener: Opener) -> NDArray[Any]:

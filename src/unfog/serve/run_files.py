@@ -23,7 +23,8 @@ from typing import Any, TypeVar
 import numpy as np
 from PIL import Image
 
-from unfog.data.decode import is_deep, to_eight_bits
+from unfog.data.bit_depth import is_deep
+from unfog.data.decode import to_eight_bits
 from unfog.data.full_depth.two_values import spread_two_values
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import image_error, open_bytes

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from unfog.data.bit_depth import DeepImage
-from unfog.data.decode import is_grey
+from unfog.data.bit_depth import DeepImage, is_grey
 from unfog.data.settings import Data, KeptType
 from unfog.data.sources.base import Source
 from unfog.errors import RequestError

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
-from unfog.data.bit_depth import FULL_RANGE, Extent, Ranges, ValueRange, extent_of, outward, without_alpha
-from unfog.data.decode import Opener, is_deep, read_deep
+from unfog.data.bit_depth import FULL_RANGE, Extent, Ranges, ValueRange, extent_of, is_deep, outward, without_alpha
+from unfog.data.decode import Opener, read_deep
 from unfog.data.decode_pool import with_retries
 from unfog.data.sources.base import ImageError, Source
 from unfog.data.sources.image_files import image_error

@@ -7,8 +7,8 @@ from typing import cast
 import numpy as np
 from PIL import Image
 
-from unfog.data.bit_depth import DeepImage
-from unfog.data.decode import Opener, is_deep, is_opaque, read_deep
+from unfog.data.bit_depth import DeepImage, is_deep
+from unfog.data.decode import Opener, is_opaque, read_deep
 from unfog.data.sources.base import ImageError
 
 
