@@ -460,7 +460,7 @@ def _usual_metrics(request: EvaluationRequest, picture: bool, has_features: bool
 
 
 def _check_no_features(request: EvaluationRequest, kind: str) -> None:
-    """Raise RequestError if features are given for images that are no pictures; `kind` names these."""
+    """Raise RequestError if features are given for images of this kind, which have other values than pictures."""
     if not is_auto(request, "features"):
         raise RequestError(
             f"features = {request.features} are of pictures of 8 bits, grey or RGB, and mean nothing for {kind}; omit "

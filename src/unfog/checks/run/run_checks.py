@@ -243,7 +243,7 @@ def _check_samples(
 def _check_values(
     record: RunRecord, weights: _Weights, prepared: Dataset, samples: int, unready: str, skipped: list[str]
 ) -> list[Finding]:
-    """Check generated images that are no pictures, with the EMA weights, without guidance."""
+    """Check generated images of other values than pictures have, with the EMA weights, without guidance."""
     config, network = weights.config, weights.networks["ema"].to(weights.device)
     count = len(prepared.train) // 2
     if min(samples, count) < FEWEST_COMPARED:
