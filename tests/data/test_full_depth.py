@@ -17,6 +17,7 @@ from hostile import npy_with
 from unfog.checks.run.run_checks import check_run
 from unfog.cli.main import main
 from unfog.config.requests.pack import PackRequest
+from unfog.config.schema import Config
 from unfog.data.packs.pack import Pack
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
@@ -26,11 +27,13 @@ from unfog.data.sources.stored_images import StoredImages
 from unfog.errors import RequestError
 from unfog.evaluation.value_metrics import VALUE_METRICS
 from unfog.inference.compare_images import Comparison
+from unfog.pipeline.generate import sample_grid, view_grid
 from unfog.pipeline.load_data import _warn_of_no_effect
 from unfog.pipeline.pack import pack
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.report import write_report
 from unfog.values import value_maps
+from unfog.values.colour_map import colour_table
 from unfog.values.image_format import ImageFormat, StoredValues
 
 RNG = np.random.default_rng(0)
@@ -287,6 +290,33 @@ def test_a_range_is_said_to_change_nothing_only_where_it_does(
         _warn_of_no_effect(settings, prepare(source, settings), from_python=False)
         found = capsys.readouterr().err
         assert said in found if said else not found
+
+
+def test_one_channel_has_a_colour_map_and_a_bar_of_its_values() -> None:
+    table = colour_table("viridis")
+    published = {0: (68, 1, 84), 64: (59, 82, 139), 128: (33, 145, 140), 192: (94, 201, 98), 255: (253, 231, 37)}
+    assert all(np.abs(table[i] - np.array(colour)).max() <= 2 for i, colour in published.items())
+    assert np.array_equal(colour_table("grey")[:, 0], np.arange(256))
+    maps = value_maps.fit("minmax", planes(FIELDS))
+    config = Config(
+        data=Data(size="16x12", channels=4, dtype="float32", map="minmax", map_values=value_maps.flat(maps))
+    )
+    grey, coloured = (config.with_view(view).view(FIELDS) for view in ("2", "2:viridis"))
+    assert np.array_equal(table[grey[..., 0]], coloured)
+    grid = sample_grid(coloured, ())
+    with_bar = view_grid(config.with_view("2:viridis"), FIELDS, ())
+    height = len(grid)
+    assert np.array_equal(with_bar[:height], grid)
+    bar = with_bar[height + 8]
+    assert np.array_equal(bar[[0, -1]], table[[0, 255]])
+    assert config.image_format.stored_value(2, 1.0) == pytest.approx(FIELDS[..., 2].max())
+    assert len(view_grid(config.with_view("3,2,1"), FIELDS, ())) > height, "a line with the values of the colours"
+    for wrong in ("0:jet", "3,2,1:viridis", "viridis", "0:"):
+        with pytest.raises(RequestError, match="give such as"):
+            config.with_view(wrong)
+    pictures = RNG.integers(0, 255, (4, 16, 16, 3)).astype(np.uint8)
+    of_pictures = Config(data=Data(size=16, channels=3))
+    assert np.array_equal(view_grid(of_pictures, pictures, ()), sample_grid(pictures, ()))
 
 
 def test_views_show_one_channel_or_three() -> None:

@@ -40,7 +40,7 @@ from unfog.inference.memorization import (
     check_memorization_by_pixels,
 )
 from unfog.pipeline.build import build_held_out_set, build_loss_at
-from unfog.pipeline.generate import sample_grid
+from unfog.pipeline.generate import view_grid
 from unfog.reporting.charts import as_file, curve_chart
 from unfog.reporting.findings import Finding
 from unfog.reporting.image_grids import save_png
@@ -150,8 +150,7 @@ def _search_copies(
     dataset, some = setup.dataset, samples[0:DRAWN].transpose(0, 2, 3, 1)
     config = setup.parts[0].run.config
     make_folder(out, out.parents[1])  # RUN/evaluations/NAME
-    shown = some[:64] if config.image_format.is_picture else config.view(some[:64])
-    save_png(out / "drawn.png", out.parents[1], sample_grid(shown, ()))
+    save_png(out / "drawn.png", out.parents[1], view_grid(config, some[:64], ()))
     if len(dataset.train) < FEWEST or not config.image_format.is_picture:
         return []
     with Progress("searching copies", len(dataset.train)) as progress:

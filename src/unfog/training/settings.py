@@ -322,7 +322,8 @@ class Preview:
     images: int = setting(16, at_least=1, at_most=10000)
     """Samples in a preview. With classes, they cycle through them."""
     view: str = setting("", added_later=True)
-    """Channels to show of arrays with other values: one, such as 0, or three, such as 3,2,1. Default: the first."""
+    """Channels to show of arrays with other values: one, such as 0 or 0:viridis, or three, such as 3,2,1. Default: the
+    first."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
