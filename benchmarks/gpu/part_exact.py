@@ -11,12 +11,14 @@ from typing import Any
 
 import unfog
 from unfog.config.schema import Config
+from unfog.models import group_norm
 from unfog.planning.timing import TrialTraining, differing_tensors, random_images
 from unfog.process.device import choose_device
 from unfog.training.settings import PrecisionName
 
 import networks
 from capture import must_capture
+from flags import constant
 from parts import Setting, attempt
 from photos import draw_photos
 from rows import Row
@@ -30,13 +32,15 @@ def measure(setting: Setting) -> Iterator[Row]:
     cases: list[tuple[Callable[[Setting, str, PrecisionName], Row], str, PrecisionName]] = [
         (repeated, "small", "bf16"),
         (captured, "small", "bf16"),
+        (captured_twice, "small", "bf16"),
         (repeated, "dit-256", "bf16"),
         (captured, "dit-256", "bf16"),
         (repeated, "small", "fp32"),
     ]
     for compare, name, precision in cases:
-        if setting.cpu and compare is captured:
-            yield Row("exact", f"steps plain and captured, {name} in {precision}", "CUDA graphs need CUDA", "skipped")
+        if setting.cpu and compare is not repeated:
+            said = "steps plain and captured" if compare is captured else "captured steps twice"
+            yield Row("exact", f"{said}, {name} in {precision}", "CUDA graphs need CUDA", "skipped")
             continue
         try:
             yield compare(setting, name, precision)
@@ -54,12 +58,22 @@ def repeated(setting: Setting, name: str, precision: PrecisionName) -> Row:
 
 
 def captured(setting: Setting, name: str, precision: PrecisionName) -> Row:
-    """Train the same steps plain, and captured in a CUDA graph from the fourth on, and compare."""
+    """Train the same steps plain, and captured in a CUDA graph from the fourth on, and compare; norms are not fused."""
+    what = f"steps plain and captured, {name} in {precision}"
+    with constant(group_norm, "_FUSED", False):  # in captured steps alone they are
+        return _compared(setting, what, _to_capture(setting, name, precision, (False, True)), 2 * _STEPS)
+
+
+def captured_twice(setting: Setting, name: str, precision: PrecisionName) -> Row:
+    """Train the same captured steps twice, with fused norms, and compare."""
+    what = f"captured steps twice, {name} in {precision}"
+    return _compared(setting, what, _to_capture(setting, name, precision, (True, True)), 2 * _STEPS)
+
+
+def _to_capture(setting: Setting, name: str, precision: PrecisionName, captures: tuple[bool, bool]) -> list[Config]:
     config = networks.settings_of(name, setting.cpu)
-    batch = min(16, config.training.batch)
-    training = replace(config.training, batch=batch, precision=precision)
-    configs = [replace(config, training=replace(training, capture=capture)) for capture in (False, True)]
-    return _compared(setting, f"steps plain and captured, {name} in {precision}", configs, 2 * _STEPS)
+    training = replace(config.training, batch=min(16, config.training.batch), precision=precision)
+    return [replace(config, training=replace(training, capture=capture)) for capture in captures]
 
 
 def _compared(setting: Setting, what: str, configs: list[Config], steps: int) -> Row:
@@ -79,7 +93,7 @@ def resumed(setting: Setting) -> Iterator[Row]:
     network = "unet:channels=32/32,attention=0/1" if setting.cpu else "small"
     settings: dict[str, Any] = {"network": network, "size": 16 if setting.cpu else 32, "batch": 8, "steps": 8}
     settings |= {"preview.images": 1, "sampler.steps": 1}
-    settings |= {f"{name}.every": -1 for name in ("preview", "evaluate", "ema_snapshots")} | {"checkpoint.every": 4}
+    settings |= {"preview.every": 4, "evaluate.every": 4, "checkpoint.every": 4, "ema_snapshots.every": -1}
     try:
         photos = draw_photos(setting.folder / "photos")
         unfog.train(photos, out=whole, device=setting.device, **settings)

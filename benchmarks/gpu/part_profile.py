@@ -42,7 +42,11 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 def measure(setting: Setting, name: str) -> Iterator[Row]:
-    """Yield the waits of a step; then launches, idle share and kinds of kernels, plain and captured."""
+    """Yield the waits of a step of one network; then launches, idle share and kernels, plain and captured."""
+    yield from (replace(row, part=f"profile {name}") for row in _rows(setting, name))
+
+
+def _rows(setting: Setting, name: str) -> Iterator[Row]:
     config, device = networks.settings_of(name, setting.cpu), choose_device(setting.device)
     for way in ("eager", "captured"):
         if setting.cpu and way == "captured":

@@ -107,7 +107,6 @@ def on_trial(config: Config, device: torch.device) -> list[_Way]:
     apart = partial(constant, group_norm, "_FUSED", False)
     return [
         _Way("unfog eager, weights in NCHW", ours, needs_cuda=True, flags=planar),
-        _Way("unfog eager, norm not fused", ours, needs_cuda=True, flags=apart),
         _Way("unfog captured, norm not fused", partial(_ours_captured, config, device), needs_cuda=True, flags=apart),
         _Way(f"unfog eager, batch {small}", partial(_ours, _changed(config, batch=small), device), batch=small),
     ]

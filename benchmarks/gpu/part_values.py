@@ -15,8 +15,7 @@ import unfog
 from unfog.data.augmentation import Augment
 from unfog.evaluation.features import open_features
 from unfog.inference.run import Run
-from unfog.models import group_norm as norms
-from unfog.models.group_norm import GroupNorm, group_norm
+from unfog.models.group_norm import GroupNorm, fuse_norms, group_norm
 from unfog.process.device import choose_device
 from unfog.reporting.records import read_metrics
 from unfog.training.settings import AdamW, Muon
@@ -26,7 +25,6 @@ import numpy as np
 import reference
 import torch
 import values
-from flags import constant
 from parts import Setting, attempt
 from photos import draw_photos
 from rows import Row
@@ -161,8 +159,10 @@ def _fused_norm(device: torch.device) -> Iterator[Row]:
 
     right = computed(copy.deepcopy(norm).double(), torch.device("cpu"), torch.float64)
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
-        with constant(norms, "_FUSED", True), values.poisoned(device):
-            first, second = (computed(copy.deepcopy(norm).to(device), device, dtype) for _ in range(2))
+        with values.poisoned(device):
+            fused = copy.deepcopy(norm).to(device)
+            fuse_norms(fused)
+            first, second = (computed(copy.deepcopy(fused), device, dtype) for _ in range(2))
         errors, same = [*map(values.relative, first, right)], all(map(torch.equal, first, second))
         good = max(errors) < bound and not any(map(math.isnan, errors)) and len(errors) == 6 and same
         said = f"output {errors[0]:.1e} off, gradients {max(errors[1:]):.1e} at most"

@@ -48,6 +48,7 @@ pytestmark = pytest.mark.slow
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = UNet((8,), attention=(False,), mid_attention=False, norm_groups=4, head_channels=8)
 WIDE = replace(SMALL, channels=(256,))
+USUAL = Config().diffusion
 
 
 def asked(**training) -> Config:
@@ -86,24 +87,30 @@ def test_the_note_of_a_larger_batch_names_latents():
     assert (note.value, "at up to 32 latents" in note.reason) == (256, True)
 
 
-def test_a_gpu_compiles_and_captures_by_itself_only_once_that_is_on(monkeypatch):
+def test_a_gpu_captures_by_itself_and_compiles_only_once_that_is_on(monkeypatch):
     h100 = Machine(CUDA, "H100", memory=80 * GB, data_sheet=Device.find("h100"))
 
-    def chosen(network=WIDE, **training):
+    def chosen(network=WIDE, diffusion=USUAL, **training):
         config = asked(precision="bf16", batch=256, **training)
-        config = replace(config, data=Data(size=32, channels=3), network=network)
+        config = replace(config, data=Data(size=32, channels=3), network=network, diffusion=diffusion)
         auto = AutoSettings(config, None, h100, lambda: False)
         auto.resolve_compile()
         auto.resolve_capture()
         return auto.config.training.compile, auto.config.training.capture
 
-    assert chosen(steps=1_000_000) == (False, False)
+    assert chosen(steps=1_000_000) == (False, True)
     assert chosen(steps=1_000_000, compile=True, capture=True) == (True, True)
-    monkeypatch.setattr(auto_settings, "_FASTER_BY_ITSELF", True)
+    monkeypatch.setattr(auto_settings, "_COMPILES_BY_ITSELF", True)
     assert chosen(steps=1_000_000)[0]
     assert not chosen(SMALL, steps=1000)[0]
-    assert chosen(SMALL, steps=100)[1]
     assert not chosen(SMALL, steps=100, microbatch=64)[1]
+    assert not chosen(replace(SMALL, dropout=0.1), steps=100, checkpointing=True)[1]
+    assert not chosen(SMALL, diffusion=replace(Config().diffusion, adaptive=0.5), steps=100)[1]
+    with monkeypatch.context() as amd:
+        amd.setattr(torch.version, "hip", "7.0")
+        assert not chosen(steps=100)[1]
+    monkeypatch.setattr(auto_settings, "_CAPTURES_BY_ITSELF", False)
+    assert not chosen(steps=100)[1]
     # A setting that is off by a flag stays off.
     assert chosen(steps=1_000_000, compile=False)[0] is False
     assert chosen(SMALL, steps=100, capture=False)[1] is False
@@ -117,8 +124,9 @@ def test_a_resume_keeps_what_was_chosen_when_the_run_began(monkeypatch):
     begun.resolve_compile()
     begun.resolve_capture()
     stored = from_toml(to_toml(begun.config), Config())
-    assert (stored.training.compile, stored.training.capture) == (False, False)
-    monkeypatch.setattr(auto_settings, "_FASTER_BY_ITSELF", True)
+    assert (stored.training.compile, stored.training.capture) == (False, True)
+    monkeypatch.setattr(auto_settings, "_COMPILES_BY_ITSELF", True)
+    stored = replace(stored, training=replace(stored.training, capture=False))
     # The same holds for a run from before there was the setting.
     for training in (stored.training, replace(stored.training, compile=None, capture=None)):
         resumed = AutoSettings(replace(stored, training=training), None, h100, lambda: False)

@@ -23,6 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E4
 from torch.utils import _foreach_utils  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+from unfog.models import group_norm  # noqa: E402
+
 _device.take_over()
 if torch.version.cuda is None:
     # Without a kernel of CUDA, torch would take it for a composition of seven operations.
@@ -332,10 +334,11 @@ class FakeCuda(ExitStack):
             ("memory_allocated", 0),
             ("max_memory_allocated", 0),
             ("max_memory_reserved", 0),
-            ("set_device", None),
             ("synchronize", None),
         ):
             self.set(torch.cuda, name, lambda *a, _answer=answer, **k: _answer)
+        self.set(torch.cuda, "set_device", torch._utils._get_device_index)  # which refuses a GPU without a number
+        self.set(group_norm, "_FUSED", False)  # Triton launches nothing on this device
         self.set(torch.cuda, "is_bf16_supported", lambda including_emulation=True: self._bf16)
         self.set(torch.cuda, "manual_seed_all", lambda seed: None)
         self.stream = self.first_stream = _Stream()

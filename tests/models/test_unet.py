@@ -419,9 +419,9 @@ def test_fused_norm_and_activation_are_those_of_torch():
 
 @pytest.mark.parametrize("scale_shift", [True, False])
 def test_a_network_with_fused_norms_is_the_same_network(scale_shift, monkeypatch):
-    """What it hands to the kernel, which is replaced by its formula; off it is not asked."""
+    """What it hands to the kernel, which is replaced by its formula; off it is not called."""
     network = scattered(replace(MICRO, scale_shift=scale_shift), 3)
-    x, c_noise, seen = torch.randn(2, 3, 8, 8), torch.rand(2), []
+    x, c_noise, seen = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last), torch.rand(2), []
 
     def formula(x, groups, weight, bias, eps):
         seen.append(x.shape)
@@ -430,6 +430,11 @@ def test_a_network_with_fused_norms_is_the_same_network(scale_shift, monkeypatch
     monkeypatch.setitem(sys.modules, "unfog.models.fused_group_norm", SimpleNamespace(group_norm_silu=formula))
     usual = network(x, c_noise)
     assert not seen
-    monkeypatch.setattr(norms, "_is_fused", lambda x: True)
+    monkeypatch.setattr(norms, "find_spec", lambda name: name)
+    norms.fuse_norms(network)
+    network(x.contiguous(), c_noise)
+    network.eval()(x, c_noise)
+    assert not seen  # the kernel is for channels_last, and for training
+    network.train()
     torch.testing.assert_close(network(x, c_noise), usual)
     assert len(seen) == sum(isinstance(part, _ResidualBlock) for part in network.modules()) * 2 + 1

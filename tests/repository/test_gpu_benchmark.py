@@ -421,7 +421,7 @@ NAMES = {
         "steps cifar10": STEPS,
         "steps dit-latents": STEPS,
         "steps unet-64": {name for name in STEPS if "compiled" not in name},
-        "profile": {"waits", "kernels of cifar10 eager", "kinds of cifar10 eager", "kernel 12"},
+        "profile cifar10": {"waits", "kernels of cifar10 eager", "kinds of cifar10 eager", "kernel 12"},
         "ranks": {"all-reduce, gloo", "FSDP2, gloo"},
     },
     "quality": {"quality": {"train", "texture", "pixels"}},
@@ -477,7 +477,7 @@ FAKE = {
     "values": NAMES["first"]["values"] - {"a checkpoint there and back"} | {"group norm, channels last, bfloat16"},
     "exact": {"2 steps twice, small in fp32", "steps plain and captured, dit-256 in bf16"},
     "steps cifar10": STEPS | {"unfog eager, weights in NCHW", "unfog eager, batch 1", "drawing"},
-    "profile": {"waits", "kernels of cifar10 eager", "kernels of cifar10 captured"},
+    "profile cifar10": {"waits", "kernels of cifar10 eager", "kernels of cifar10 captured"},
     "ranks": {"all-reduce, fake", "FSDP2, fake"},
 }
 

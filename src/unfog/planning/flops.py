@@ -86,8 +86,9 @@ _MATRIX = 1024  # side of the matrices by which a CPU is rated
 # for memory, eager code most: counted from shapes, copies and the rates of an H100's parts, and not measured on one.
 _UTILISATION = {"eager": (0.11, 0.18), "compiled": (0.20, 0.30), "fp32": (0.15, 0.40)}
 
-# Seconds that the host takes to launch an operation, which limits a small network on a large GPU. Estimated.
-_LAUNCH = 14e-6
+# Seconds that the host takes for an operation of a plain step, which limits a small network on a large GPU. One machine
+# of 16 virtual cores took 95e-6 for those of `small`; others are faster.
+_LAUNCH = 50e-6
 
 
 class NetworkCost(NamedTuple):

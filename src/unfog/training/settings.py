@@ -86,7 +86,7 @@ class Training:
     )
     """Compile the network with torch.compile: slow to start, faster after that on GPUs. auto: off."""
     capture: bool | None = setting(None, auto=None, affects="nothing", resume="free", see="docs/devices.md")
-    """Capture each step as one CUDA graph, for networks whose launches take longer than their arithmetic. auto: off."""
+    """Capture each step as one CUDA graph, which one launch replays. auto: on for NVIDIA GPUs where it can be."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
