@@ -256,11 +256,11 @@ def verdict(measured: Sequence[MetricResult], copies: Sequence[Mapping[str, Any]
     return f"{said}: {', '.join(evidence)}{copied}."
 
 
-def real_text(one: MetricResult) -> str:
+def real_text(one: MetricResult, digits: int = 3) -> str:
     """Return the metric of real images against each other: "0.12", or "0.1 to 0.15" of random halves; "" if unknown."""
     if one.real_low is not None and one.real_high is not None:
-        return f"{one.real_low:.3g} to {one.real_high:.3g}"
-    return "" if one.real is None else f"{one.real:.3g}"
+        return f"{one.real_low:.{digits}g} to {one.real_high:.{digits}g}"
+    return "" if one.real is None else f"{one.real:.{digits}g}"
 
 
 def _near(one: MetricResult) -> bool:

@@ -161,7 +161,7 @@ def _table_row(one: MetricResult) -> tuple[str, ...]:
     within = "" if one.low is None or one.high is None else f"{one.low:.4g} to {one.high:.4g}"
     value = "refused" if one.value is None else f"{one.value:.4g}"
     reference = f"{one.n_reference:,}" if one.n_reference else "-"
-    return one.metric, value, within, real_text(one), f"{one.n:,}", reference, one.features, one.resize
+    return one.metric, value, within, real_text(one, 4), f"{one.n:,}", reference, one.features, one.resize
 
 
 class GeneratedSamples:
