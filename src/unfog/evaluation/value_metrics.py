@@ -257,7 +257,7 @@ class RealImages:
     def _results(self, name: str, found: _Differences, drawn: Tensor, real: Tensor) -> list[MetricResult]:
         channels, names, halves = self.shape[0], channel_names(self.shape[0]), self.halves
         if name == "correlation":
-            if channels == 1:
+            if len(names) == 1:
                 return [self._result(name, None, None, "channels", "images of one channel have no correlation")]
             apart = found.correlation[0]
             i, j = divmod(int(apart.argmax()), channels)
@@ -269,10 +269,10 @@ class RealImages:
         own, usual = getattr(found, name)[0], None if halves is None else getattr(halves, name)
         scale = self._scale if name == "histogram" else torch.ones(channels)
         farthest = None if usual is None else (usual / scale).amax(1)
-        where = "farthest channel" if channels > 1 else names[0]
+        where = "farthest channel" if len(names) > 1 else names[0]
         note = _HISTOGRAM if name == "histogram" else _SPECTRUM
         results = [self._result(name, (own / scale).max(), farthest, where, note)]
-        if channels == 1 and name == "spectrum":
+        if len(names) == 1 and name == "spectrum":
             return results
         note = _UNITS if name == "histogram" else _SPECTRUM
         for c in range(channels):

@@ -320,7 +320,7 @@ class ImageFormat:
 
 
 class View(NamedTuple):
-    """What is shown of an image."""
+    """Channels of an image that are shown, and their colour map."""
 
     channels: tuple[int, ...] = ()
     """One, or three for red, green and blue; () for the first three, or the first."""
