@@ -42,7 +42,8 @@ _TINY: dict[str, dict[str, Any]] = {
 def settings_of(name: str, cpu: bool) -> Config:
     """Return the settings of a run of one of the networks, with everything chosen that a step needs."""
     device = torch.device("cpu" if cpu else "cuda")
-    usual = {"data": {"channels": 3}, "optimizer": {"method": "adamw"}, "training": {"device": device.type}}
+    usual = {"data": {"channels": 3}, "optimizer": {"method": "adamw"}}
+    usual["training"] = {"device": device.type, "capture": False}  # a part asks for what it captures
     config = update(preset("default"), usual, "")
     config = update(config, _TINY[name] | {"training": {"batch": 4}} if cpu else _FULL[name], "")
     # Dropout takes part in time and not in what is compared, and would need the same random numbers everywhere.

@@ -66,7 +66,7 @@ def library(tmp_path_factory):
     return compiled("device.cpp", tmp_path_factory.mktemp("fake_cuda") / "device.so")
 
 
-def run(library, names, script="cases.py", timeout=300):
+def run(library, names, script="cases.py", timeout=900):
     """Return the results of cases by name, from one process."""
     environment = os.environ | {"FAKE_CUDA": str(library), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(FOLDER / script), *names]

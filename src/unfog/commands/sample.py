@@ -15,6 +15,7 @@ from unfog.config.requests.export import ExportRequest, ExportSettings
 from unfog.config.requests.sample import SampleRequest, SamplingRequest, is_model
 from unfog.config.spec_strings import quote
 from unfog.config.validate import check_out, check_sample_size, report_dropped_levels, resolve_sampler
+from unfog.data.scans.write import sample_format
 from unfog.errors import RequestError
 from unfog.files.seals import seal_of
 from unfog.pipeline.sample_folder import SampleFolder
@@ -123,7 +124,9 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     with SampleFolder.reserve(request.out, run.path / "pictures", digest) as out:
         told = "Given" if format.columns else "Class"
         view = None if run.config.image_format.is_picture else run.config.view
-        folder = SampleFolder(out, digest, request.n, format.names(given, request.n), prepared.caption, told, view)
+        values = None if view is None else sample_format(run.config.source)
+        names = format.names(given, request.n)
+        folder = SampleFolder(out, digest, request.n, names, prepared.caption, told, view, values)
         for part in parts:
             _draw(part, folder, observe_all(strip, animation))
         if animation is not None and request.animate is not None:

@@ -45,6 +45,8 @@ _MAX_HELD_OUT = 1000
 _EVEN_SPLIT_FROM = 200_000
 # Fewer images are all trained on: each is worth more to training than to a loss over a handful.
 MIN_TO_HOLD_OUT = 100
+MIN_GROUPS = 3
+"""Volumes, of fewer of which single images are held out."""
 
 
 class NoUsableImageError(RequestError):
@@ -189,7 +191,8 @@ class Scan:
         """Return (indices of the training images, then of those held out; number of training images).
 
         An image is held out if the hash of its name, as a number in [0, 1), is below the fraction in the settings, so
-        adding images leaves the others where they are. At most 1,000 are held out, those with the lowest hashes.
+        adding images leaves the others where they are. At most 1,000 are held out, those with the lowest hashes. Of
+        several volumes, whole ones are: neighbouring slices are alike.
         """
         source, fraction = self.source, self.settings.held_out
         n = len(source.names)
@@ -199,6 +202,8 @@ class Scan:
             return np.arange(n), train
         if source.held_out is not None:
             held = np.fromiter((name in source.held_out for name in source.names), np.bool_, n)
+        elif source.groups is not None and MIN_GROUPS <= len(source.groups[0]) < n:
+            held = _held_groups(*source.groups, min(int(fraction * n), _MAX_HELD_OUT))
         else:
             # Partition finds the limit without sorting a hundred thousand numbers.
             hashes = np.fromiter((_unit_hash(name) for name in _names_to_hash(source.names)), np.float64, n)
@@ -210,7 +215,7 @@ class Scan:
         """Return the sorted indices of the images held out where images are decoded as they are read."""
         source, fraction = self.source, self.settings.held_out
         n = len(source.names)
-        if source.held_out is None and n > _EVEN_SPLIT_FROM:
+        if source.held_out is None and source.groups is None and n > _EVEN_SPLIT_FROM:
             count = min(_MAX_HELD_OUT, int(n * fraction))
             return np.arange(count) * n // max(1, count)
         order, in_train = self.split_held_out()
@@ -231,6 +236,21 @@ class Scan:
             ignored=dict(self.source.ignored),
             **outcome,
         )
+
+
+def _held_groups(names: Sequence[str], groups: NDArray[np.int64], wanted: int) -> NDArray[np.bool_]:
+    """Return True for the images of those groups with the lowest hashes that have about `wanted` images, at least one.
+
+    Args:
+        names: name of each group.
+        groups: [N] index of the group of each image.
+        wanted: images to hold out.
+    """
+    sizes = np.bincount(groups, minlength=len(names))
+    order = sorted(range(len(names)), key=lambda k: _unit_hash(names[k]))
+    ends = np.cumsum(sizes[order])
+    count = max(1, int(np.searchsorted(ends, wanted, side="right")))
+    return np.isin(groups, order[:count])
 
 
 def _describe_second_names(names: Mapping[str, str]) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unfog.models import layers
-from unfog.models.group_norm import GroupNorm
+from unfog.models.group_norm import GroupNorm, fuse_norms
 from unfog.models.layers import ConditionalNetwork, Conv2d, Runner, pad, sinusoids, zero_
 from unfog.models.settings import UNet
 from unfog.values.conditions import ConditionsLike
@@ -191,6 +191,10 @@ class UNetModel(ConditionalNetwork):
             del skips[left:]
         output: Tensor = self.conv_out(self.norm_out.silu(h))
         return output.contiguous()
+
+    def fuse_layers(self) -> None:
+        """Let each norm and the SiLU after it be one operation in training on CUDA; the last bits change."""
+        fuse_norms(self)
 
     def embed(self, c_noise: Tensor, conditions: ConditionsLike, dtype: torch.dtype) -> Tensor:
         """Embed noise condition [B] and the other conditions: activated, [B, 4 * channels[0]]."""

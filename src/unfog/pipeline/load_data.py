@@ -108,8 +108,8 @@ def _read_source(
     # Only a run that continues may do without shards that it had at its beginning.
     begun = lost if lost is not None else {} if config.fingerprint else None
     policy = RemotePolicy(bytes_of(config.data.cache_limit), config.data.failed_shards, begun)
-    with Progress("indexing shards (MB)", None) as progress:
-        source = open_source(config.source, stop.watching(progress), policy, config.data.axes)
+    with Progress("indexing (MB)", None) as progress:
+        source = open_source(config.source, stop.watching(progress), policy, config.data.axes, bool(config.fingerprint))
     for column in source.columns.values():
         kind_of(column.kind, column.name)  # an unknown kind raises here, before anything is decoded
     source.outage.on_wait = OutageNotice(stop, source.outage.patience)
@@ -178,6 +178,8 @@ def _say_of_buckets(line: str) -> None:
 
 def _report(config: Config, source: Source, dataset: Dataset, few: bool) -> None:
     """Print the source, where its images are kept, and warnings of probable mistakes."""
+    if source.found:
+        say(f"  {source.found}")
     say(dataset.report.line())
     if dataset.placement and not few:
         say(f"  cache: {dataset.placement}")

@@ -36,7 +36,7 @@ def pack(request: PackRequest) -> Path:
             )
     # Around the indexing too: the headers of remote shards take minutes.
     with StopSignals() as stop:
-        with Progress("indexing shards (MB)", None) as progress:
+        with Progress("indexing (MB)", None) as progress:
             source = open_source(request.source, stop.watching(progress), axes=data.axes)
         scan, _ = scan_source(source, data)
         for left_out in scan.warnings:

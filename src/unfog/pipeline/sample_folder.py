@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from unfog.data.scans.write import SampleFormat
 from unfog.errors import RequestError, RunError
 from unfog.files.locks import LOCK, lock_of
 from unfog.files.safe_files import LARGEST_TEXT, read_file, remove, write_atomic
@@ -35,6 +36,7 @@ class SampleFolder:
         told: title of the name in each file.
         view: returns pictures uint8 [n, H, W, 3] of samples of other values. The samples themselves are written too, to
             000000-NAME.npy, …; None if the samples are pictures.
+        values: format of these, in place of .npy.
     """
 
     def __init__(
@@ -46,10 +48,11 @@ class SampleFolder:
         settings: Sequence[str] = (),
         told: str = "Class",
         view: Callable[[Pixels], Pixels] | None = None,
+        values: SampleFormat | None = None,
     ):
         self.path, self.digest, self.count = path, digest, count
         self.names, self.settings, self.told = [sanitize(name) for name in names], settings, told
-        self._view = view
+        self._view, self._values = view, values or SampleFormat(".npy", _npy)
 
     def file(self, number: int) -> Path:
         """Return the path of a sample."""
@@ -73,7 +76,7 @@ class SampleFolder:
             if self.settings:
                 text["Settings"] = sanitize(", ".join([*self.settings, f"sample {number}"]))
             if self._view is not None:
-                write_atomic(self.file(number).with_suffix(".npy"), _npy(sample), self.path)
+                write_atomic(self.file(number).with_suffix(self._values.suffix), self._values.encode(sample), self.path)
                 sample = self._view(sample[None])[0]
             save_png(self.file(number), self.path, sample, text=text)
 

@@ -31,6 +31,8 @@ class Kept(NamedTuple):
 def kept_line(format: ImageFormat) -> str:
     """Return a line that says which values are kept, and how to make pictures of them instead."""
     kind = f"{format.kind} {format.values.dtype}"
+    if format.values.dtype == "uint16":
+        kind += f", {format.values.low:,.6g} to {format.values.high:,.6g}"
     remedy = "; --data.range LOW HIGH makes pictures of 8 bits of them" if format.channels in CHANNELS else ""
     return f"values are kept as they are: {kind}{remedy}"
 

@@ -197,6 +197,10 @@ class Source(ABC):
     suffixes: ClassVar[tuple[str, ...]] = ()
     """Lower-case suffixes of local files that `match` takes by default, such as (".npy",)."""
 
+    new_runs_only: ClassVar[bool] = False
+    """True if older runs read the same files through another class: a run that has begun opens this one by its prefix
+    alone."""
+
     tables_inside: ClassVar[bool] = False
     """True if a label table may lie inside the file, so that its name is checked only once the source is open."""
 
@@ -237,6 +241,13 @@ class Source(ABC):
 
     unreadable: Sequence[SkippedFile] = ()
     """Files and folders that were found but are not in `names`, each with its reason."""
+
+    found: str = ""
+    """A line on what was found, for sources of other files than pictures."""
+
+    groups: tuple[list[str], NDArray[np.int64]] | None = None
+    """(names of what images are parts of, such as volumes; [N] index of that of each image), whose images are all held
+    out, or none; None to hold out single images."""
 
     label_warning: str = ""
     """Why labels that the source has are not used; "" for nothing to say."""
@@ -349,6 +360,10 @@ class SomeImages(Source):
         self.remote_shards, self.outage = source.remote_shards, source.outage
         self.names = [source.names[i] for i in rows.tolist()]
         self.columns = rows_of(columns, rows)
+        self.found = source.found
+        if source.groups is not None:
+            kept, group = np.unique(source.groups[1][rows], return_inverse=True)
+            self.groups = [source.groups[0][k] for k in kept.tolist()], group
 
     def read(self, i: int) -> Image.Image | DeepImage | NDArray[Any]:
         return self._source.read(int(self._rows[i]))

@@ -99,6 +99,10 @@ def ignored_kind(name: str) -> str | None:
     return None if suffix in SUFFIXES else suffix or "without suffix"
 
 
+def _has_suffix(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in SUFFIXES
+
+
 @dataclass
 class _Listing:
     """Files and folders below a folder."""
@@ -112,6 +116,8 @@ class _Listing:
     """Another path of a folder -> the one under which its images are listed; both end in "/"."""
     identities: dict[str, FolderIdentity] = field(default_factory=dict)
     """Of each folder that was listed, by its path."""
+    is_image: Callable[[str], bool] = _has_suffix
+    """Says whether a file of this name counts."""
 
     def add(self, below: str, entry: os.DirEntry[str]) -> None:
         """Add a file of the folder `below`."""
@@ -119,11 +125,11 @@ class _Listing:
         if entry.name in _SKIPPED_FOLDERS:
             self.ignored["hidden"] += 1
         elif not entry.name.startswith("."):
-            if suffix in SUFFIXES:
+            if self.is_image(entry.name):
                 self.names.append(below + entry.name)  # also a broken link or a pipe, which opening reports
             else:
                 self.ignored[suffix or "without suffix"] += 1
-        elif suffix == _ICLOUD and os.path.splitext(entry.name[: -len(_ICLOUD)])[1].lower() in SUFFIXES:
+        elif suffix == _ICLOUD and self.is_image(entry.name[1 : -len(_ICLOUD)]):
             self.unreadable.append(SkippedFile(below + entry.name[1 : -len(_ICLOUD)], "not downloaded from iCloud"))
         else:
             self.ignored["hidden"] += 1
@@ -144,9 +150,21 @@ def _head(path: Path, size: int) -> bytes:
     return b""
 
 
-def _list_images(folder: Path) -> _Listing:
+def list_files(
+    folder: Path, is_image: Callable[[str], bool]
+) -> tuple[list[str], Counter[str], list[SkippedFile], dict[str, str]]:
+    """List a folder as one of pictures is listed, for files of other names.
+
+    Returns (paths, sorted; `Source.ignored`; `Source.unreadable`; `Source.second_names`). RequestError if the folder
+    cannot be read.
+    """
+    found = _list_images(folder, is_image)
+    return found.names, found.ignored, sorted(found.unreadable), found.second_names
+
+
+def _list_images(folder: Path, is_image: Callable[[str], bool] = _has_suffix) -> _Listing:
     """List the content of a folder. Links are followed; each folder is listed once, by its own name if it has one."""
-    found = _Listing()
+    found = _Listing(is_image=is_image)
     # Heaps, so that of several links to a folder the first by name counts, whatever order the file system lists them
     # in. Links wait until all folders are done. No recursion, as folders may be thousands deep.
     pending, links, entered = [""], list[str](), dict[FolderIdentity, str]()

@@ -191,6 +191,10 @@ class _LabelTableSource(SomeImages):
         self.table_setting = table.setting
         rows, self._digest = read_table(table, source.second_names)
         row_of, unmatched = match_rows(source.names, rows)
+        if not row_of and source.groups is not None:  # rows of volumes, whose slices all have their label
+            files, group = source.groups
+            row_of_file, unmatched = match_rows(files, rows)
+            row_of = {i: row_of_file[file] for i, file in enumerate(group.tolist()) if file in row_of_file}
         _refuse_few_matches(source, table, rows, row_of)
         values = [rows[row] for row in row_of.values()]
         self.classes = tuple(sort_labels(set(values) - {""}))

@@ -29,6 +29,10 @@ BUILT_IN = (
     "unfog.data.sources.arrays:ArraySource",
     "unfog.data.sources.stored_images:StoredImages",
     "unfog.data.sources.array_folder:ArrayFolder",
+    "unfog.data.scans.tiff:TiffSource",
+    "unfog.data.scans.nifti:NiftiSource",
+    "unfog.data.scans.dicom:DicomSource",
+    "unfog.data.scans.fits:FitsSource",
     "unfog.data.sources.folder:FolderSource",  # last, as it matches every folder
 )
 
@@ -56,8 +60,11 @@ def register(source: type[Source]) -> type[Source]:
     return source
 
 
-def locate(text: str) -> tuple[type[Source], SourceLocation]:
-    """Return which class reads a SOURCE and where it is, without opening it. Raises RequestError if none does."""
+def locate(text: str, began: bool = False) -> tuple[type[Source], SourceLocation]:
+    """Return which class reads a SOURCE and where it is, without opening it. Raises RequestError if none does.
+
+    `began` is True for a run that has begun: see `Source.new_runs_only`.
+    """
     if text.startswith(PYTHON):
         _, _, argument = text.removeprefix(PYTHON).partition(":")[2].partition(":")
         return _own_class(text), SourceLocation(text, text, "name", (argument,) if argument else ())
@@ -69,7 +76,7 @@ def locate(text: str) -> tuple[type[Source], SourceLocation]:
         return named
     location = _parse_location(text, {suffix for source in sources for suffix in source.suffixes})
     try:
-        found = _match(sources, location)
+        found = _match([source for source in sources if not (began and source.new_runs_only)], location)
     except OSError as error:
         raise RequestError(f"{sanitize(text)} is a source {os_error_reason(error)}; check its permissions") from None
     if found is None:
@@ -82,21 +89,23 @@ def open_source(
     progress: Callable[[int, int], None] | None = None,
     policy: RemotePolicy | None = None,
     axes: str = "auto",
+    began: bool = False,
 ) -> Source:
     """Open the source that a text means.
 
     Args:
-        text: a built-in name, hf:NAME, a URL, the path of a folder or file, a pattern of paths of tar shards with
-            {000..099}, {a,b}, * or ?, or python:MODULE:CLASS.
+        text: a built-in name, hf:NAME, a URL, the path of a folder or file, FORMAT:PATH of tiff, nifti, dicom or fits,
+            a pattern of paths of tar shards with {000..099}, {a,b}, * or ?, or python:MODULE:CLASS.
         progress: called with (megabytes done, megabytes in all) while an index of shards is built, which may take
             minutes once. It may raise to stop; what is done by then is kept.
         policy: for remote shards.
         axes: `data.axes`.
+        began: as in `locate`.
 
     Raises:
         RequestError: there is no such thing, it has no image, or it cannot be read.
     """
-    source, location = locate(str(text))
+    source, location = locate(str(text), began)
     return source.load(location, OpenOptions(progress, policy or RemotePolicy(), axes))
 
 
@@ -237,7 +246,7 @@ def _parse_files(text: str, pattern: str, paths: list[str]) -> SourceLocation:
 
 def _refuse_compressed(text: str, path: str) -> None:
     # A member of a compressed archive cannot be read without unpacking all before it.
-    if not path.lower().endswith(_COMPRESSED):
+    if not path.lower().endswith(_COMPRESSED) or path.lower().endswith(".nii.gz"):
         return
     remedy = f"unpack it to a plain .tar first: {'zstd -d' if path.endswith('zst') else 'gunzip, bunzip2 or unxz'}"
     if path.lower().endswith((".7z", ".rar")):

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from unfog.diffusion.objective import Loss
 from unfog.errors import RunError
-from unfog.models.group_norm import fuse_norms
 from unfog.training.autoencoder_loss import AutoencoderLoss
 from unfog.training.gradient import Gradient, GradientComputer
 from unfog.training.hooks import TrainingHooks
@@ -71,7 +70,7 @@ class CapturedStep:
             self._give_up(reason)
             return None
         if not self._addresses:  # before the first step, so that all steps of a run, also a resumed one, add up alike
-            fuse_norms(self._computer.state.model)
+            getattr(self._computer.state.model, "fuse_layers", lambda: None)()
         # At first, and after a roll-back, which loads an optimiser with new tensors.
         state = self._computer.state
         addresses = (state.optimizer.param_groups[0]["lr"], state.ema, state.second_ema)

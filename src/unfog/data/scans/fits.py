@@ -1,0 +1,99 @@
+"""FITS files through astropy: images and cubes, with BSCALE, BZERO and BLANK."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unfog.data.scans.source import ScanSource
+from unfog.data.scans.stack import ImageStack, check_length, check_shape, native, scaled, scaled_type
+from unfog.data.sources.base import ImageError
+
+_MOST_HDUS = 10_000
+
+
+class FitsSource(ScanSource):
+    """Images in the first part (HDU) of each FITS file that has any; planes of cubes are images of their own."""
+
+    suffixes = (".fits", ".fit", ".fts")
+    prefix: ClassVar[str] = "fits"
+    kind: ClassVar[str] = "FITS"
+    package: ClassVar[str] = "astropy"
+
+    def open_stack(self, path: Path) -> ImageStack:
+        return FitsStack(path, self._axes)
+
+
+class FitsStack(ImageStack):
+    """Planes of an array [..., y, x], of which the first row is at the bottom of the picture."""
+
+    def __init__(self, path: Path, axes: str) -> None:
+        from astropy.io import fits
+
+        self._file = fits.open(path, mode="readonly", memmap=False, do_not_scale_image_data=True, lazy_load_hdus=True)
+        try:
+            self._read_header(path, axes)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _read_header(self, path: Path, axes: str) -> None:
+        from astropy.io import fits
+
+        number = 0
+        while True:
+            try:
+                part = self._file[number]
+            except IndexError:
+                raise ImageError("no image in it") from None
+            is_image = isinstance(part, fits.PrimaryHDU | fits.ImageHDU | fits.CompImageHDU)
+            if is_image and len(part.shape) >= 2:
+                break
+            number += 1
+            if number > _MOST_HDUS:
+                raise ImageError(f"no image in {_MOST_HDUS:,} parts")
+        self._part, header = part, part.header
+        self._compressed = isinstance(part, fits.CompImageHDU)
+        stored = np.dtype(fits.BITPIX2DTYPE[header["BITPIX"]])
+        self._slope, self._intercept = float(header.get("BSCALE", 1)), float(header.get("BZERO", 0))
+        if not (math.isfinite(self._slope) and math.isfinite(self._intercept)):
+            raise ImageError("a header with a BSCALE or BZERO that is not finite")
+        self._blank = header.get("BLANK") if stored.kind in "iu" else None
+        self._sides = tuple(int(side) for side in part.shape)
+        *outer, height, width = self._sides
+        self._channels = outer[-1] if axes == "NCHW" and outer else 1
+        self._outer = outer[:-1] if axes == "NCHW" else outer
+        self.count = math.prod(self._outer)
+        # Integers of 16 bits without a sign have a BZERO of 32768, as FITS has no type for them.
+        self._unsigned = {8: np.int8, 16: np.uint16, 32: np.uint32}.get(header["BITPIX"]) if self._slope == 1 else None
+        if self._intercept != {8: -128.0, 16: 2.0**15, 32: 2.0**31}.get(header["BITPIX"]):
+            self._unsigned = None
+        dtype = np.dtype(self._unsigned) if self._unsigned else scaled_type(stored, self._slope, self._intercept)
+        self.dtype = np.dtype(np.float32) if self._blank is not None else dtype
+        self.shape = (height, width, self._channels)
+        check_shape(self.shape, self.dtype)
+        if not self._compressed:
+            check_length(path, int(part.fileinfo()["datLoc"]) + math.prod(self._sides) * stored.itemsize)
+        if outer and axes == "auto" and math.prod(outer) > 1:
+            self.note = "cubes, whose planes are read as images; --data.axes NCHW reads them as channels"
+
+    def read(self, i: int) -> NDArray[Any]:
+        place = [int(k) for k in np.unravel_index(i, self._outer)] if self._outer else []
+        inner = slice(None) if len(self._outer) + 2 < len(self._sides) else ()
+        index = (*place, *([inner] if inner != () else []), slice(None), slice(None))
+        raw = native(np.asarray(self._part.section[index]))
+        values = scaled(raw, self._slope, self._intercept)
+        if self._unsigned is not None:
+            values = values.astype(self._unsigned)
+        if self._blank is not None:
+            values = np.where(raw == self._blank, np.nan, values).astype(np.float32)
+        values = values[None] if values.ndim == 2 else values
+        return np.ascontiguousarray(values.transpose(1, 2, 0)[::-1])
+
+    def close(self) -> None:
+        super().close()
+        self._file.close()
