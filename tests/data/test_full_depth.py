@@ -440,3 +440,37 @@ def test_metrics_of_pictures_are_refused_for_any_set_of_other_values(tmp_path: P
     with pytest.raises(RequestError, match=r"4 channels of float32.*spectrum"):
         Comparison(("sliced",), None, made.train, np.arange(10))
     assert Comparison(("held_out",), None, made.train, np.arange(10)).real_features is None
+
+
+def test_arrays_in_sub_folders_have_these_as_classes(tmp_path: Path) -> None:
+    for i, image in enumerate(FIELDS):
+        (tmp_path / "x" / ("ice", "sea")[i % 2]).mkdir(parents=True, exist_ok=True)
+        np.save(tmp_path / "x" / ("ice", "sea")[i % 2] / f"{i:03}.npy", image)
+    (tmp_path / "x/readme.txt").write_text("fields")
+    (tmp_path / "x/linked").symlink_to(tmp_path / "x/ice")
+    source = open_source(tmp_path / "x")
+    made = prepare(source, Data(cache="memory"))
+    assert (made.train.classes, len(made.train), made.settings.channels) == (("ice", "sea"), 24, 4)
+    assert np.array_equal(made.train.pixels, planes(np.concatenate([FIELDS[::2], FIELDS[1::2]])))
+    assert [one.name for one in source.unreadable] == ["linked/"]
+    # One picture makes it a folder of pictures, as before.
+    Image.new("RGB", (8, 8)).save(tmp_path / "x/ice/a.png")
+    assert list(open_source(tmp_path / "x").names) == ["ice/a.png"]
+
+
+@pytest.mark.slow
+def test_half_precision_keeps_eleven_bits_in_half_of_the_space(tmp_path: Path) -> None:
+    x = FIELDS.copy()
+    x[3, 0, 0, 3] = 70_000  # beyond float16
+    made = pack(PackRequest(str(saved(tmp_path, x)), tmp_path / "pack", Data(dtype="float16", held_out=0)))
+    opened = Pack.open(made)
+    assert [one.name for one in opened.report.skipped] == ["00000003"]
+    expected = planes(np.delete(x, 3, 0)).astype(np.float16)
+    assert np.array_equal(np.asarray(opened.images.pixels), expected)
+    assert opened.images.pixels.dtype == np.float16
+    data = {"flip": True, "held_out": 0}
+    run = unfog.train(made, out=tmp_path / "run", data=data, **TINY)
+    assert run.sample(2, steps=2).dtype == np.float32
+    direct = {"dtype": "float16", "range": (-5000, 5000), "cache": "none"}
+    again = unfog.train(tmp_path / "x.npy", out=tmp_path / "again", data=direct, **TINY)
+    assert np.isfinite(again.sample(2, steps=2)).all()

@@ -548,7 +548,7 @@ def test_what_the_readers_raise_is_said_in_a_line(tmp_path: Path, what: str) -> 
 def test_an_npz_that_would_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez_compressed(tmp_path / "a.npz", images=np.zeros((2000, 32, 32, 3), np.uint8))
     assert len(open_source(tmp_path / "a.npz").names) == 2000
-    monkeypatch.setattr(arrays, "_free_memory", lambda: 10**7)
+    monkeypatch.setattr(arrays, "free_memory", lambda: 10**7)
     with pytest.raises(RequestError, match=r"a\.npz unpacks to 0\.0 GB.*\.npy"):
         open_source(tmp_path / "a.npz")
 

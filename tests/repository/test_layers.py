@@ -44,6 +44,7 @@ ALLOWED = {
 SUBFOLDERS = {
     "data.buckets": {"", "sources"},
     "data.sources": {""},
+    "data.containers": {"", "sources"},
     "data.full_depth": {"", "sources"},
     "data.scans": {"", "sources"},
     "data.webdataset": {"", "sources"},

@@ -1,4 +1,4 @@
-"""Arrays in files: mapped from a local disk, else read by plain reads.
+"""Arrays in files, whose rows are read by plain reads.
 
 A read of a mapped file on a network or FUSE file system that is gone ends the process with SIGBUS, without a message.
 A plain read is an OSError instead, after which the file can be waited for.
@@ -54,16 +54,19 @@ def map_array(file: Path) -> Any:
 
 
 def load_rows(path: Path, root: Path, waits: Outage | None = None) -> NDArray[Any] | FileRows:
-    """Return the array in a .npy file: mapped, or as `FileRows` if its file system is not local.
+    """Return the array in a .npy file as `FileRows`.
 
-    In column-major order, in which a row is not contiguous, the whole array is read instead. ValueError or
-    OSError if there is none. `waits` as in `FileRows`.
+    In column-major order, in which a row is not contiguous, it is mapped instead, or read as a whole if its file
+    system is not local. ValueError or OSError if there is none. `waits` as in `FileRows`.
     """
     array = map_array(regular_file(path, root, follow=True))
-    if is_local(path) or not isinstance(array, np.memmap):
+    if not isinstance(array, np.memmap):
         return array  # type: ignore[no-any-return]
     if not array.flags.c_contiguous or array.ndim == 0 or not array.size:
+        if is_local(path):
+            return array
         return np.load(regular_file(path, root, follow=True), allow_pickle=False)  # type: ignore[no-any-return]
+    # Plain reads also on a local disk: the pages of a mapped file count as memory of the process, up to all of it.
     return FileRows(path, root, array.dtype, array.shape, array.offset, waits)
 
 

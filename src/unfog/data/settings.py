@@ -24,7 +24,7 @@ from unfog.values.image_format import (
 from unfog.values.value_maps import maps_of, parse_maps
 
 # Types of the stored values: see `image_format.STORED`.
-KeptType = Literal["uint16", "float32"]
+KeptType = Literal["uint16", "float32", "float16"]
 
 LABELS = (AUTO, "folders", "none")
 # Values of `Data.labels`, and suffixes of the tables that it may name instead.
@@ -70,7 +70,7 @@ class Data:
     """Values of 16-bit, 32-bit and floating-point images that become black and white; auto = that of the set."""
     clip: bool = setting(False, affects="objective", resume="force", added_later=True)
     """Cut values beyond `range` at its ends; without it, images with such values are left out."""
-    dtype: Literal["auto", "uint8", "uint16", "float32"] = setting(
+    dtype: Literal["auto", "uint8", "uint16", "float32", "float16"] = setting(
         AUTO, auto=AUTO, affects="objective", resume="fixed", added_later=True, see="docs/arrays.md"
     )
     """Type of the stored values. auto = 8 bits for pictures; float32 for arrays whose values have no usual range."""
@@ -201,7 +201,7 @@ class Data:
         """The map to fit to training images; "" if the linear one of `range` or of the type needs no fit."""
         if self.dtype in (AUTO, "uint8"):
             return ""
-        if self.map in (AUTO, "linear") and (self.range or self.dtype != "float32"):
+        if self.map in (AUTO, "linear") and (self.range or not STORED[self.dtype].floating):
             return ""
         return "standard" if self.map == AUTO else self.map
 

@@ -118,7 +118,12 @@ class StoredValues:
     @property
     def bounded(self) -> bool:
         """True if model values are within [-1, 1], so that samplers may clip to that."""
-        return self.dtype != "float32" and not self.maps
+        return not self.floating and not self.maps
+
+    @property
+    def floating(self) -> bool:
+        """True for types of floating point."""
+        return self.dtype.startswith("float")
 
     @property
     def torch_type(self) -> torch.dtype:
@@ -131,26 +136,29 @@ class StoredValues:
         """Convert stored values [..., C, H, W] to float32, about in [-1, 1]."""
         if self.maps:
             return value_maps.to_model(self.maps, stored)
-        if self.dtype == "float32":  # the difference first, as the range may be far from 0
-            return (stored - self.middle).div_(self.half)
+        if self.floating:  # the difference first, as the range may be far from 0
+            return (stored.float() - self.middle).div_(self.half)
         values = stored if self.dtype == "uint8" else stored.float()  # torch has no arithmetic of uint16
         return (values / self.half).sub_(self.middle / self.half)
 
     def to_stored(self, x0: Tensor) -> Tensor:
-        """Convert model values [..., C, H, W] to the stored type: the inverse of `to_model`."""
+        """Convert model values [..., C, H, W] to the stored type, or float32: the inverse of `to_model`."""
         if self.maps:
             return self.rounded(value_maps.to_stored(self.maps, x0))
-        if self.dtype == "float32":
+        if self.floating:
             return x0 * self.half + self.middle
         return self.rounded((x0 + self.middle / self.half) * self.half)
 
     def rounded(self, values: Tensor) -> Tensor:
-        """Return values in stored units, rounded and clamped as the stored type requires."""
+        """Return values in stored units, rounded and clamped as an integer type requires; else as float32.
+
+        Samples may be beyond the largest value of float16.
+        """
         import torch
 
         kind = self.torch_type
         if kind.is_floating_point:
-            return values.to(kind)
+            return values.float()
         ends = torch.iinfo(kind)
         low, high = (ends.min, ends.max) if self.maps else (self.low, self.high)
         return values.round().clamp(low, high).to(kind)
@@ -187,6 +195,7 @@ STORED = {
     "uint8": BYTES,
     "uint16": StoredValues("uint16", 0.0, 65535.0),
     "float32": StoredValues("float32", -1.0, 1.0),
+    "float16": StoredValues("float16", -1.0, 1.0),
 }
 """Types that stored values may have, with the range that a linear map has by default."""
 

@@ -134,7 +134,7 @@ class Pack:
         Their `labels` are kept unless automatic, and so is the `range` that a map of floating point takes to -1 and 1.
         """
         labels = self.settings["labels"] if is_auto(settings, "labels") else settings.labels
-        given = self.settings["dtype"] == "float32" and not is_auto(settings, "range")
+        given = str(self.settings["dtype"]).startswith("float") and not is_auto(settings, "range")
         return replace(settings, **self.settings | {"labels": labels} | ({"range": settings.range} if given else {}))
 
     def dataset(self, settings: Data, source: str) -> Dataset:

@@ -1,7 +1,8 @@
-"""A folder of .npy files, each of which is one image."""
+"""A folder of .npy files, each of which is one image; sub-folders are classes, as those of pictures."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,19 +10,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.data.data_report import SkippedFile
 from unfog.data.file_rows import map_array
-from unfog.data.sources.base import ImageError, OpenOptions, Source, SourceLocation
+from unfog.data.sources.base import ImageError, LabelTable, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import files_digest, list_only
+from unfog.data.sources.image_files import SUFFIXES, os_error_reason
 from unfog.errors import RequestError
 from unfog.files.safe_files import regular_file
 from unfog.text import sanitize
 from unfog.values.axes import channel_axis
 
 _LOOKED_AT = 16  # first images, whose shapes are read when the folder is opened
+_NAMES_LOOKED_AT = 1000  # files without a .npy file among them, after which a folder is not one of arrays
 
 
 class ArrayFolder(Source):
-    """Images [H, W], [H, W, C] or [C, H, W], one in each .npy file of a folder without sub-folders and picture files.
+    """Images [H, W], [H, W, C] or [C, H, W], one in each .npy file of a folder without picture files.
 
     RequestError if the axes of one of the first images leave open which of them are channels.
     """
@@ -29,6 +33,9 @@ class ArrayFolder(Source):
     def __init__(self, folder: Path, name: str, names: list[str], axes: str = "auto") -> None:
         self.folder, self.name, self.names, self._axes = folder, name, names, axes
         self.resolved = str(folder.resolve())
+        if not names:
+            self.names, self.unreadable = _list_below(self.resolved)
+            names = self.names
         for i in range(min(_LOOKED_AT, len(names))):
             shape = self._shape(i)
             if len(shape) == 3 and channel_axis(shape, axes=axes) is None:
@@ -42,7 +49,8 @@ class ArrayFolder(Source):
         if location.form != "folder":
             return None
         names = list_only(location.resolved, ".npy")
-        return replace(location, paths=tuple(names)) if names else None
+        below = not names and bool(_list_below(location.resolved, _NAMES_LOOKED_AT)[0])
+        return replace(location, paths=tuple(names)) if names or below else None
 
     @classmethod
     def load(cls, location: SourceLocation, options: OpenOptions) -> ArrayFolder:
@@ -58,6 +66,10 @@ class ArrayFolder(Source):
         if axis is None:
             raise ImageError(f"an array of {list(values.shape)}, whose channels are not known (--data.axes)")
         return np.asarray(values.transpose(1, 2, 0) if axis == 0 else values)
+
+    def table(self, name: str) -> LabelTable | None:
+        path = self.folder / name
+        return LabelTable.from_path(path) if path.is_file() else None
 
     def stamp(self) -> tuple[str, int]:
         return files_digest(self.folder, self.names)
@@ -75,3 +87,38 @@ class ArrayFolder(Source):
             return tuple(self._open(i).shape)
         except Exception:  # NumPy raises almost anything on damaged files, which decoding reports
             return ()
+
+
+def _list_below(folder: str, patience: int | None = None) -> tuple[list[str], list[SkippedFile]]:
+    """Return (the .npy files in a folder and below it, sorted; folders left out).
+
+    No files if there is a picture, as it is a folder of pictures then, or if the first `patience` files are others.
+    """
+    found, left_out, others, pending = list[str](), list[SkippedFile](), 0, [""]
+    while pending:
+        prefix = pending.pop()
+        try:
+            entries = os.scandir(os.path.join(folder, prefix))
+        except OSError as error:
+            left_out.append(SkippedFile(prefix, f"a folder {os_error_reason(error)}"))
+            continue
+        for entry in entries:
+            name, ending = prefix + entry.name, os.path.splitext(entry.name)[1].lower()
+            if entry.name.startswith("."):
+                continue
+            # os.path.isdir is False for links in a circle, of which entry.is_dir is an error.
+            linked = entry.is_symlink()
+            if os.path.isdir(entry.path) if linked else entry.is_dir():
+                if linked:
+                    left_out.append(SkippedFile(f"{name}/", "a link to a folder, which is not followed among arrays"))
+                else:
+                    pending.append(f"{name}/")
+            elif ending in SUFFIXES:
+                return [], []
+            elif ending == ".npy":
+                found.append(name)
+            else:
+                others += 1
+                if patience is not None and not found and others > patience:
+                    return [], []
+    return sorted(found), sorted(left_out)

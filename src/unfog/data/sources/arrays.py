@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.cache import remove_stale_entries
-from unfog.data.file_rows import FileRows, load_rows
+from unfog.data.file_rows import FileRows, is_local, load_rows
 from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import sample_digest
 from unfog.data.sources.image_objects import as_array
@@ -38,7 +38,7 @@ _IMAGE_KEYS, _LABEL_KEYS = ("x", "images", "arr_0"), ("y", "labels")
 
 # What the readers of NumPy and of zip archives raise on a file that is damaged, encrypted or packed by an unknown
 # method. SyntaxError and TokenError, as Python's own parser reads NumPy's headers.
-_DAMAGE_ERRORS = (
+DAMAGE_ERRORS = (
     *(OSError, EOFError, ValueError, TypeError, SyntaxError, MemoryError, OverflowError, LookupError),
     *(NotImplementedError, RuntimeError, struct.error, zlib.error, LZMAError, TokenError),
 )
@@ -50,7 +50,7 @@ _SHAPES = "[N, H, W], [N, H, W, C] or [N, C, H, W]"
 class ArraySource(Source):
     """Images in a NumPy file; `store` writes one from memory.
 
-    A .npy file is memory-mapped, or read image by image from a file system that is not local. An .npz file has the
+    A .npy file is read image by image, or mapped if it is in column-major order. An .npz file has the
     images as x, images or arr_0, and may have labels as y or labels: whole numbers or texts, of which each value is a
     class. RequestError if it cannot be read or holds no images.
     """
@@ -61,25 +61,25 @@ class ArraySource(Source):
         self._path, self.name, self.resolved = path, name, str(path.resolve())
         try:
             images, labels, unused, stored_axes = _read(path, name)
-            self._stamp = _file_digest(path)
+            self._stamp = file_digest(path)
         except RequestError:
             raise
-        except _DAMAGE_ERRORS as error:
+        except DAMAGE_ERRORS as error:
             reason = " ".join(sanitize(str(error)).split())[:160] or type(error).__name__
             raise RequestError(f"{sanitize(name)} cannot be read: {reason}; give images, {_SHAPES}") from None
         except zipfile.BadZipFile:
             raise RequestError(f"{sanitize(name)} is not an .npz file, or is damaged") from None
         self._mapped = isinstance(images, np.memmap | FileRows)
-        self.in_place = isinstance(images, np.memmap)
+        self.in_place = self._mapped and is_local(path)
         self._rows = images if isinstance(images, FileRows) else None
         if isinstance(images, FileRows):  # its shape decides how each image is turned
             images = np.broadcast_to(np.zeros((), images.dtype), images.shape)
         self._axes = stored_axes or axes
-        self._images, reading = _as_nhwc(name, images, axes=self._axes)
+        self._images, reading = as_nhwc(name, images, axes=self._axes)
         self.reading_warnings = [reading] if reading else []
         self.names = LazyNames("{:08}".format, range(len(images)))
         if labels is not None:
-            self.classes, self.labels = _index_labels(name, labels, len(images))
+            self.classes, self.labels = index_labels(name, labels, len(images))
         elif unused:
             self.label_warning = (
                 f"{sanitize(name)} also holds {', '.join(unused)}, which is not used; labels are an array called "
@@ -112,13 +112,13 @@ class ArraySource(Source):
             RequestError: they are not images or not as many labels, or the cache cannot be written.
         """
         first = hasattr(array, "detach") if channels_first is None else channels_first
-        images, reading = _as_nhwc("the array", as_array(array), first, axes)
+        images, reading = as_nhwc("the array", as_array(array), first, axes)
         if reading:
             say(f"  {reading}")
         arrays: dict[str, Any] = {"images": images}
         if labels is not None:
             arrays["labels"] = _without_objects(as_array(labels))
-            _index_labels("the array", arrays["labels"], len(images))  # only to refuse what are not labels
+            index_labels("the array", arrays["labels"], len(images))  # only to refuse what are not labels
         # What the lengths of the axes leave open, a later reader would ask for.
         if axes != "auto" or images.shape[3] not in USUAL:
             arrays[_AXES] = np.array("NHWC")
@@ -143,13 +143,13 @@ class ArraySource(Source):
         if self._rows is None:
             return np.asarray(self._images[i])
         row = self._rows[i]
-        return np.asarray(_as_nhwc(self.name, np.broadcast_to(row, (2, *row.shape)), axes=self._axes)[0][0])
+        return np.asarray(as_nhwc(self.name, np.broadcast_to(row, (2, *row.shape)), axes=self._axes)[0][0])
 
     def stamp(self) -> tuple[str, int]:
         # An .npz file was read whole, so changes since do not matter; a mapped one shows them.
         if self._mapped:
             with suppress(OSError):
-                return _file_digest(self._path), self._images.nbytes
+                return file_digest(self._path), self._images.nbytes
         return self._stamp, self._images.nbytes
 
 
@@ -164,7 +164,7 @@ def _content_digest(images: NDArray[Any], labels: NDArray[Any] | None, with_axes
     return digest.hexdigest()
 
 
-def _file_digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
     status = path.stat()
     digest = hashlib.sha256(f"{status.st_size} {status.st_mtime_ns}".encode())
     digest.update(sample_digest(path))  # with the end of an .npz file, which has the checksums of its members
@@ -200,7 +200,7 @@ def _read_member(archive: zipfile.ZipFile, key: str, name: str) -> NDArray[Any]:
         version = np.lib.format.read_magic(file)
         header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = header(file)
-    size, free = math.prod(shape) * dtype.itemsize, _free_memory()
+    size, free = math.prod(shape) * dtype.itemsize, free_memory()
     if dtype.hasobject:
         raise RequestError(
             f"{sanitize(name)} cannot be read: {key} holds Python objects, which are never unpickled; store numbers or "
@@ -218,7 +218,7 @@ def _read_member(archive: zipfile.ZipFile, key: str, name: str) -> NDArray[Any]:
         return np.asarray(np.lib.format.read_array(file, allow_pickle=False))
 
 
-def _free_memory() -> int | None:
+def free_memory() -> int | None:
     """Return the bytes of memory that can be used without swapping, None if the system has no such number."""
     with suppress(OSError, ValueError, StopIteration), open("/proc/meminfo", encoding="ascii") as lines:
         return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
@@ -227,7 +227,7 @@ def _free_memory() -> int | None:
     return None
 
 
-def _as_nhwc(
+def as_nhwc(
     name: str, images: NDArray[Any], channels_first: bool = False, axes: str = "auto"
 ) -> tuple[NDArray[Any], str]:
     """Return images as [N, H, W, C], a view, and a line on how they were read if they could be meant otherwise.
@@ -272,7 +272,7 @@ def _as_nhwc(
     return images, reading
 
 
-def _index_labels(name: str, labels: NDArray[Any], n: int) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+def index_labels(name: str, labels: NDArray[Any], n: int) -> tuple[tuple[str, ...], NDArray[np.int64]]:
     """Return (classes, [N] class of each image)."""
     said, shape = f"the labels of {sanitize(name)}", "x".join(map(str, labels.shape))
     remedy = f"give a whole number or a text for each of the {n:,} images"

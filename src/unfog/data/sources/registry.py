@@ -27,6 +27,8 @@ BUILT_IN = (
     "unfog.data.webdataset.shard_source:ShardSource",
     "unfog.data.sources.zip_archive:ZipSource",
     "unfog.data.sources.arrays:ArraySource",
+    "unfog.data.containers.hdf5:Hdf5Source",
+    "unfog.data.containers.zarr_store:ZarrSource",
     "unfog.data.sources.stored_images:StoredImages",
     "unfog.data.sources.array_folder:ArrayFolder",
     "unfog.data.scans.tiff:TiffSource",

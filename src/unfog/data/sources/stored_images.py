@@ -21,7 +21,7 @@ from PIL import Image
 from unfog.data.bit_depth import DeepImage, Ranges, ValueRange, extent_of
 from unfog.data.cache import remove_stale_entries
 from unfog.data.data_report import SkippedFile
-from unfog.data.sources.arrays import ArraySource
+from unfog.data.sources.arrays import ArraySource, free_memory
 from unfog.data.sources.base import SourceLocation
 from unfog.data.sources.image_files import open_bytes
 from unfog.data.sources.image_objects import (
@@ -39,6 +39,7 @@ from unfog.files.cache_folder import cache_folder, hold, make_room
 from unfog.files.safe_files import move, open_file, remove
 from unfog.text import sanitize
 from unfog.values.axes import USUAL, channel_axis
+from unfog.values.dimensions import arranged, layout_of
 
 _LABELS = "labels.json"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # so that the same images make the same file
@@ -95,6 +96,8 @@ class StoredImages(ZipSource):
         """
         report = report or Report()
         source = _plain_source(source)
+        if type(source).__module__.partition(".")[0] == "xarray":
+            source, storing = _from_xarray(source, storing)
         if hasattr(source, "__array__"):
             first = hasattr(source, "detach")
             pixels = _without_floats(as_array(source), first, report, storing)
@@ -150,6 +153,33 @@ def _plain_source(source: Any) -> Any:
     if isinstance(source, np.ndarray) and source.dtype.kind in "OUT":
         return list(source)
     return source
+
+
+def _from_xarray(array: Any, storing: Storing) -> tuple[NDArray[Any], Storing]:
+    """Return an xarray.DataArray as [N, H, W, C] if the names of its dimensions show these, and how it is stored then.
+
+    RequestError if it is a Dataset, has four dimensions of unknown names, or does not fit into memory.
+    """
+    if hasattr(array, "data_vars"):
+        names = ", ".join(sanitize(str(name)) for name in list(array.data_vars)[:8]) or "none"
+        raise RequestError(f"an xarray.Dataset has variables: {names}; give one of them: dataset['NAME']")
+    free = free_memory()
+    if free is not None and array.nbytes > free / 2:
+        raise RequestError(
+            f"the DataArray has {array.nbytes / 1e9:,.1f} GB, over half of the {free / 1e9:,.1f} GB of memory that are "
+            "free; give its file, which is read by parts: FILE.nc:VARIABLE or FILE.zarr:VARIABLE"
+        )
+    layout = layout_of([str(name) for name in array.dims]) if storing.axes == "auto" else None
+    values = as_array(array)
+    if layout is not None:
+        return arranged(values, layout), storing._replace(axes="NHWC")
+    if storing.axes == "auto" and values.ndim > 3:
+        raise RequestError(
+            f"the DataArray has the dimensions {sanitize(', '.join(map(str, array.dims)))}, of which the names do not "
+            "show images, rows, columns and channels; rename them to time, y, x and channel, or give "
+            "data={'axes': 'NCHW'} or 'NHWC'"
+        )
+    return values, storing
 
 
 def _without_floats(array: NDArray[Any], channels_first: bool, report: Report, storing: Storing) -> NDArray[Any]:

@@ -1,0 +1,1 @@
+"""Arrays in containers of scientific data: HDF5, NetCDF and Zarr."""
