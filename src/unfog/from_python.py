@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -62,6 +62,7 @@ def training_settings(source: Source, preset: str, settings: dict[str, Any]) -> 
     from unfog.runs.start import base_settings, new_run_settings
 
     labels = _pop_labels(source, settings)
+    conditions = _pop_conditions(source, settings)
     for name in ("init", "autoencoder", "codec"):
         if isinstance(settings.get(name), PathLike):
             settings[name] = path_of(settings[name], name)
@@ -72,7 +73,7 @@ def training_settings(source: Source, preset: str, settings: dict[str, Any]) -> 
     changes = nest_settings(settings)
     consent_to_settings(changes)
     config = new_run_settings(base_settings(recipe(preset), None, changes), changes, "")
-    return replace(config, source=stored_source(source, labels, config.data))  # last, as it may take long
+    return replace(config, source=stored_source(source, labels, config.data, conditions))  # last, as it may take long
 
 
 def autoencoder_request(source: Source, out: PathLikeText | None, settings: dict[str, Any]) -> TrainAutoencoderRequest:
@@ -109,8 +110,10 @@ def adopt_network(config: Config, network: object) -> None:
     config.network.adopt(network)
 
 
-def stored_source(source: Any, labels: Any = None, data: Data | None = None) -> str:
-    """Return SOURCE as text; images that are given as objects are written to the cache, with their labels.
+def stored_source(
+    source: Any, labels: Any = None, data: Data | None = None, conditions: Mapping[str, Any] | None = None
+) -> str:
+    """Return SOURCE as text; images that are given as objects are written to the cache, with labels and conditions.
 
     `data` are the settings of the run that are about the values of arrays.
     """
@@ -125,7 +128,8 @@ def stored_source(source: Any, labels: Any = None, data: Data | None = None) -> 
     from unfog.reporting.progress import Progress, say
 
     with Progress("storing images", None) as progress:
-        return str(StoredImages.store(source, labels, Report(say, progress.set), Storing.of(data or Data())))
+        storing = Storing.of(data or Data())
+        return str(StoredImages.store(source, labels, Report(say, progress.set), storing, conditions))
 
 
 def path_of(given: object, name: str = "path") -> str:
@@ -156,3 +160,24 @@ def _pop_labels(source: object, settings: dict[str, Any]) -> Any:
     if isinstance(source, str | PathLike) or isinstance(settings.get("labels"), str):
         return None
     return settings.pop("labels", None)
+
+
+def _pop_conditions(source: object, settings: dict[str, Any]) -> Mapping[str, Any]:
+    """Take `conditions`, values by name of column, out of the settings, and add the names to the setting `condition`.
+
+    RequestError if they are not such values, or the images are not objects, whose order they could be in.
+    """
+    conditions = settings.pop("conditions", None)
+    if conditions is None:
+        return {}
+    if not isinstance(conditions, Mapping) or not all(isinstance(name, str) for name in conditions):
+        raise RequestError(f'conditions = {conditions!r:.60} must be a dict of arrays, such as {{"age": ages}}')
+    if isinstance(source, str | PathLike):
+        raise RequestError(
+            "conditions as arrays need images as an array; beside files, write metadata.csv with a row for each, and "
+            f'give condition="{",".join(conditions)}"'
+        )
+    named = settings.get("condition", settings.get("data", {}).get("condition", ""))
+    if not named and conditions:
+        settings["condition"] = ",".join(conditions)
+    return conditions

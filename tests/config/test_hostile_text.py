@@ -35,7 +35,7 @@ from unfog.reporting.report import write_report
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.load import load_weights
-from unfog.values.condition_format import KINDS, ColumnFacts
+from unfog.values.condition_kinds import KINDS, ColumnFacts
 from unfog.values.image_format import Size
 
 pytestmark = pytest.mark.slow

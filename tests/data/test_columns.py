@@ -409,5 +409,5 @@ def test_an_unknown_kind_is_refused_before_an_image_is_read(monkeypatch: pytest.
     source = Numbered()
     monkeypatch.setattr(source, "read", lambda i: pytest.fail("an image was read"))
     monkeypatch.setattr(load_data, "open_source", lambda *_: source)
-    with pytest.raises(RequestError, match=r"column 'number'.*is unknown"):
+    with pytest.raises(RequestError, match=r"column 'many'.*is unknown"):
         load_data.load_images(Config(source="numbered", data=ASKED), StopSignals())

@@ -23,16 +23,15 @@ from unfog.models.settings import DiT
 from unfog.pipeline.generate import proportional_given, proportional_labels
 from unfog.runs.previews import conditions_of_images
 from unfog.training.settings import Preview
-from unfog.values import condition_format
+from unfog.values import condition_kinds
 from unfog.values.columns import Column
 from unfog.values.condition_format import (
     AUGMENT_INPUTS,
-    ColumnFacts,
     ConditionFormat,
-    ConditionKind,
     conditions_of,
     facts_of,
 )
+from unfog.values.condition_kinds import ColumnFacts, ConditionKind
 from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 LABEL, AUGMENT = torch.tensor([2, 0, 1, 2, 0]), torch.arange(45.0).reshape(5, 9)
@@ -90,10 +89,10 @@ def test_only_hidden_images_lose_their_class():
 
 def test_values_are_written_into_the_tensors_of_another():
     place = KINDS["both"].apply(torch.zeros_like)
-    before = [each.data_ptr() for each in place]
+    before = [each.data_ptr() for each in place[:2]]
     place.copy_(KINDS["both"])
     assert same(place, KINDS["both"])
-    assert [each.data_ptr() for each in place] == before
+    assert [each.data_ptr() for each in place[:2]] == before
     NO_CONDITIONS.copy_(NO_CONDITIONS)
 
 
@@ -271,7 +270,7 @@ class NumberKind(ConditionKind):
 
 @pytest.fixture
 def two_kinds(monkeypatch):
-    monkeypatch.setitem(condition_format.KINDS, "number", NumberKind())
+    monkeypatch.setitem(condition_kinds.KINDS, "number", NumberKind())
     facts = (ColumnFacts("age", "number", statistics=(40.0, 1.5)), ColumnFacts("mass", "number"))
     return ConditionFormat(("cat", "dog", "a,b"), columns=facts)
 

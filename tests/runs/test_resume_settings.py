@@ -294,6 +294,7 @@ REFUSED = (
         "data.wrap",
         "data.augment",
         "data.upright",
+        "data.condition",
         "network",
         "autoencoder_folder",
         "latents.",

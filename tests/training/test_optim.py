@@ -190,7 +190,7 @@ def test_muon_leaves_the_ends_of_the_networks_of_other_programs(settings):
     held = {id(p) for p in optim._split_for_muon(model)[1]}
     named = [(n, p) for n, p in model.named_parameters() if id(p) in held and not n.endswith("mem_kv")]
     ends = {n.removesuffix(".weight") for n, p in named if p.ndim >= 2 and 1 < len(p) < p.numel()}
-    assert ends == {*model.ends}
+    assert ends == {*model.ends} - {"column_embedding"}
 
 
 def test_muon_leaves_the_first_and_the_last_matrix_of_any_other_network():

@@ -31,7 +31,8 @@ from unfog.training.settings import (
     Training,
 )
 from unfog.values.buckets import Bucket, parse_buckets
-from unfog.values.condition_format import AUGMENT_INPUTS, ColumnFacts, ConditionFormat
+from unfog.values.condition_format import AUGMENT_INPUTS, ConditionFormat
+from unfog.values.condition_kinds import ColumnFacts
 from unfog.values.image_format import ImageFormat, Size, area, check_view, parse_view
 
 if TYPE_CHECKING:
@@ -92,6 +93,10 @@ class Config:
     """Train on latents of this autoencoder: a run of `unfog train-autoencoder`, an AutoencoderKL or AutoencoderTiny."""
     label_dropout: float = setting(0.1, at_least=0, at_most=1, usual="0.1", resume="free", paper="Ho and Salimans 2022")
     """Share of training images that are shown without their class, so that sampling can use --guidance."""
+    condition_dropout: float = setting(
+        0.1, at_least=0, at_most=1, usual="0.1", resume="free", added_later=True, see="docs/conditions.md"
+    )
+    """With data.condition: share of training images that each condition is hidden from by itself."""
     diffusion: Diffusion = setting(Diffusion(), affects="objective")
     training: Training = Training()
     optimizer: Optimizer = setting(Optimizer(), resume="free")

@@ -12,6 +12,7 @@ from PIL import Image
 
 from unfog.data import cache
 from unfog.data.cache import free_bytes
+from unfog.data.columns.conditions import select_conditions
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.decode import parse_colour
 from unfog.data.decode_pool import ColourFoundError, DecodeStatistics, Progress, decode_all
@@ -55,7 +56,7 @@ def prepare(
     """
     parse_colour(settings.background)
     if (decoded := source.decoded_dataset(settings)) is not None:
-        return decoded
+        return select_conditions(decoded, settings)
     scan, key = scan_source(source, settings)
     with_labels = replace(settings, labels=labels_setting(scan.source, scan.labels))
     unread = known.startswith(UNREAD)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.bit_depth import Ranges
+from unfog.data.columns.conditions import with_conditions
 from unfog.data.data_report import DataReport, SkippedFile
 from unfog.data.decode import Opener, parse_colour, upright_sides
 from unfog.data.decode_pool import DecodeStatistics, PixelFormat, Progress, decode_with_retries
@@ -84,7 +85,8 @@ class Scan:
         """
         settings = source.fill_settings(settings)
         warnings = list(source.reading_warnings)
-        source = apply_label_table(source, settings.labels, warnings.append)
+        source = with_conditions(source, settings.condition, warnings.append)
+        source = apply_label_table(source, settings.labels, warnings.append, bool(settings.condition))
         if source.second_names:
             warnings.append(_describe_second_names(source.second_names))
         columns = read_columns(source, settings.labels, warnings.append)

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from unfog.errors import RequestError
 from unfog.settings import AUTO, check_bounds, is_auto, setting
+from unfog.text import suggest
+from unfog.values.columns import name_problem
 from unfog.values.image_format import (
     BYTES,
     CHANNELS,
@@ -29,6 +31,7 @@ KeptType = Literal["uint16", "float32", "float16"]
 LABELS = (AUTO, "folders", "none")
 # Values of `Data.labels`, and suffixes of the tables that it may name instead.
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson")
+CONDITION_KINDS = ("number", "category", "several", "vector")
 _TABLE = re.compile(r"(.*\.(?:csv|tsv|jsonl|ndjson))(?::(.+))?", re.IGNORECASE | re.DOTALL)
 
 
@@ -84,6 +87,16 @@ class Data:
     """Knee, middle and half of the fitted map of each channel, as found in the training images."""
     labels: str = setting(AUTO, auto=AUTO, affects="nothing", resume="free")
     """Classes: folders = the top sub-folders, or what shards say; none; auto = whichever fit; or TABLE[:FILE,LABEL]."""
+    condition: str = setting(
+        "",
+        short="condition",
+        resume="fixed",
+        affects="objective",
+        added_later=True,
+        metavar="COLUMN,COLUMN",
+        see="docs/conditions.md",
+    )
+    """Columns to learn, of metadata.csv or .jsonl, or [TABLE:]COLUMN[:KIND],…: number, category, several or vector."""
     flip: bool = setting(False, short="flip", resume="free", common=True)
     """Mirror half of the images left to right; off, as text and digits do not survive it."""
     jitter: float = setting(0.0, at_least=0, at_most=1, usual="0.05 to 0.2", resume="free")
@@ -134,6 +147,7 @@ class Data:
     def __post_init__(self) -> None:
         if self.labels not in LABELS:
             table_and_columns(self.labels)
+        parse_condition(self.condition)
         object.__setattr__(self, "size", parse_size(self.size))  # "64x64" is 64
         if not 0 <= self.channels <= MOST_CHANNELS:
             raise RequestError(
@@ -241,6 +255,31 @@ def table_and_columns(labels: str) -> tuple[str, tuple[str, str]]:
         f"labels = {labels!r} is not auto, folders, none, or a .csv or .jsonl file, with columns as in "
         f't.csv:file,label (a name with a comma in quotes: t.csv:"file, name",label){hint}'
     )
+
+
+def parse_condition(condition: str) -> tuple[str, dict[str, str]]:
+    """Split "t.csv:age,stain:category" into the path of the table, "" to find one, and column -> kind, "" to find it.
+
+    RequestError if it is not such a text.
+    """
+    if not condition:
+        return "", {}
+    match = _TABLE.fullmatch(condition)
+    found = dict[str, str]()
+    for word in ((match[2] or "") if match else condition).split(","):
+        name, colon, kind = word.strip().rpartition(":")
+        name, kind = (name, kind) if colon else (kind, "")
+        if colon and kind not in CONDITION_KINDS:
+            raise RequestError(f"condition = {word.strip()!r}: {kind!r} is not a kind{suggest(kind, CONDITION_KINDS)}")
+        if problem := name_problem(name, kind or "number"):
+            raise RequestError(
+                f"condition = {condition!r} is not COLUMN,COLUMN, TABLE:COLUMN or COLUMN:KIND, of a column"
+                f"{f' {name[:60]!r}' * bool(name)}: {problem}"
+            )
+        if name in found:
+            raise RequestError(f"condition = {condition!r} names the column {name!r} twice; name it once")
+        found[name] = kind
+    return (match[1] if match else ""), found
 
 
 def bytes_of(text: str) -> int:

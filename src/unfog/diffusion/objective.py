@@ -28,6 +28,7 @@ from unfog.diffusion.loss_by_level import LossByLevel
 from unfog.diffusion.variance import variational_bound
 from unfog.diffusion.weighting import Snr, Uncertainty
 from unfog.errors import RequestError
+from unfog.values.condition_kinds import Span
 from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 # Weight of the variational bound, in bits per dimension, beside the squared error (Nichol & Dhariwal 2021, eq. 16).
@@ -112,12 +113,17 @@ def stratified(draws: Tensor, step: int) -> Tensor:
 class Objective:
     """Mean squared error on the network's output, weighted by noise level.
 
-    All randomness comes from torch's global generator of x0's device, in the order u, noise, dropout.
+    All randomness comes from torch's global generator of x0's device, in the order u, noise, dropout, dropout of
+    each.
     """
 
     diffusion: Diffusion
     dropout: float = 0.0
     """Chance of hiding an image's conditions, for classifier-free guidance; 0.1 is usual (Ho & Salimans 2022)."""
+    dropout_each: float = 0.0
+    """Chance of hiding each condition of an image by itself, so that samples need not be given all of them."""
+    spans: tuple[Span, ...] = ()
+    """Places of the conditions that are hidden by themselves."""
     interleaved: bool = False
     """Interleave the levels, so that each part of a batch covers all of them, instead of going from clean to noisy."""
     levels: LossByLevel | None = field(default=None, compare=False)
@@ -133,6 +139,8 @@ class Objective:
     def __post_init__(self) -> None:
         if not 0 <= self.dropout <= 1:
             raise RequestError(f"label_dropout = {self.dropout}: a chance is between 0 and 1; 0.1 is usual")
+        if not 0 <= self.dropout_each <= 1:
+            raise RequestError(f"condition_dropout = {self.dropout_each}: a chance is between 0 and 1; 0.1 is usual")
 
     def __call__(
         self,
@@ -180,11 +188,14 @@ class Objective:
         return self.levels.draw(u, self.diffusion.adaptive, isinstance(self.diffusion.weighting, Uncertainty))
 
     def _hide_some(self, conditions: Conditions, x0: Tensor) -> Conditions:
-        """Return the conditions of the images x0, hidden from a share `dropout` of them."""
-        if not (conditions.droppable and self.dropout > 0):
-            return conditions
-        hidden = draw_rows(len(x0), lambda n: torch.rand(n, device=x0.device)) < self.dropout
-        return conditions.dropped(hidden)
+        """Return the conditions of the images x0, some of them hidden: all of an image, or each by itself."""
+        if conditions.droppable and self.dropout > 0:
+            hidden = draw_rows(len(x0), lambda n: torch.rand(n, device=x0.device)) < self.dropout
+            conditions = conditions.dropped(hidden)
+        if self.spans and self.dropout_each > 0:
+            each = draw_rows(len(x0), lambda n: torch.rand(n, len(self.spans), device=x0.device)) < self.dropout_each
+            conditions = conditions.dropped_each(each, self.spans)
+        return conditions
 
     def at(
         self, network: Network, x0: Tensor, conditions: Conditions, logsnr: Tensor, noise: Tensor

@@ -127,7 +127,7 @@ def _split_step(text: str) -> tuple[str, int | None]:
 
 
 def _names(config: Config) -> list[str]:
-    return [one.name for one in config.columns]
+    return [" ".join((one.name, one.kind, *one.categories)) for one in config.columns]
 
 
 def check_guide(config: Config, other: Config) -> None:

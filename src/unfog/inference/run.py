@@ -31,7 +31,7 @@ from unfog.pipeline.generate import GenerationSettings, generate_batches
 from unfog.process.device import available_memory
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.notebook import figure, table
-from unfog.reporting.progress import plural
+from unfog.reporting.progress import plural, warn
 from unfog.text import format_bytes
 from unfog.training.precision import DTYPES
 from unfog.values.image_format import Size, are_pictures, to_pillow
@@ -202,6 +202,8 @@ class Run(LoadedRun):
             guide_every=request.guide_every,
             to_seed=request.to_seed,
         ).resolved(self.config, self.device)
+        for concern in [*conditions.concerns(generation.given), *self._untold(generation)]:
+            warn(concern)
         edit = build_edit(self.config, image, mask, request.strength, request.repeats)
         # Last, as a guide is another network to load.
         guidance = resolve_guidance(
@@ -214,6 +216,15 @@ class Run(LoadedRun):
         if self.enlarged > FAR:
             self._check_memory(generation, guidance.guide is not None)
         return PreparedSampling(generation, guidance.guide, edit, self._describe(generation, guidance.name))
+
+    def _untold(self, generation: GenerationSettings) -> list[str]:
+        """Return a line if a condition is not given, and the run never hid any in training."""
+        untold = self.config.conditions.untold(generation.given)
+        if not untold or self.config.condition_dropout or self.config.label_dropout:
+            return []
+        return [
+            f"the run never hid {', '.join(untold)} in training, and samples without may be poor; give each a value"
+        ]
 
     def _check_memory(self, generation: GenerationSettings, guided: bool) -> None:
         """Raise RequestError if the memory that is free cannot hold a batch of images larger than those of the run."""

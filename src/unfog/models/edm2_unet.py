@@ -184,6 +184,8 @@ class MPUNetModel(ConditionalNetwork):
         self.gain_out = nn.Parameter(torch.zeros(()))
         return width
 
+    conditions_have_power_1 = True
+
     def _condition_layer(self, inputs: int, width: int) -> nn.Module:
         return _MPLinear(inputs, width)
 

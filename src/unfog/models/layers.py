@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from unfog.errors import RequestError
+from unfog.models.condition_layers import ColumnEmbedding
 from unfog.values.conditions import Conditions, ConditionsLike
 
 if TYPE_CHECKING:
@@ -110,7 +112,7 @@ class ConditionalNetwork(nn.Module):
     """Axes along which images continue at their other side: "", "x", "y" or "xy"; see `wrap_edges`."""
     calls_layers_once: ClassVar[bool] = False
     """Whether a forward pass calls each linear layer and convolution once, and uses their weights nowhere else."""
-    embeddings: ClassVar[tuple[str, ...]] = ("class_embedding", "augment_embedding")
+    embeddings: ClassVar[tuple[str, ...]] = ("class_embedding", "augment_embedding", "column_embedding")
     """Layers that embed conditions."""
     ends: ClassVar[tuple[str, ...]] = ("conv_in", "conv_out", *embeddings)
     """Layers whose other side is not the hidden space: image channels, classes, augmentations."""
@@ -120,9 +122,12 @@ class ConditionalNetwork(nn.Module):
     """Class of the repeated parts, which FSDP shards and gathers one after the other."""
     conditions_begin_at_zero: ClassVar[bool] = False
     """So that weights of other programs, which have no such layers, begin as they were trained."""
+    conditions_have_power_1: ClassVar[bool] = False
+    """Whether layers of conditions take inputs with a mean square of 1."""
     settings: Any
     class_embedding: nn.Module | None
     augment_embedding: nn.Module | None
+    column_embedding: nn.Module | None
 
     def __init__(
         self,
@@ -141,6 +146,10 @@ class ConditionalNetwork(nn.Module):
         # Last, so that all other weights are drawn as without it.
         inputs = conditions.augment_inputs
         self.augment_embedding = self._condition_layer(inputs, width) if inputs else None
+        self.column_embedding = None
+        if conditions.columns:
+            layer = partial(self._condition_layer, width=width)
+            self.column_embedding = ColumnEmbedding(conditions.columns, layer, self.conditions_have_power_1)
 
     def _build(self, settings: Any, out_channels: int) -> int:
         """Make all other layers. Return the width of what embeddings of conditions but the class are added to."""
@@ -172,6 +181,10 @@ class ConditionalNetwork(nn.Module):
     def _add_conditions(self, hidden: Tensor, conditions: ConditionsLike) -> Tensor:
         """Add the embeddings of all conditions but the class; `RequestError` if the network has no such input."""
         told = Conditions.of(conditions)
+        if self.column_embedding is not None:
+            hidden = hidden + self.column_embedding(told, len(hidden), hidden.dtype)
+        elif any(each is not None for each in told[2:]):
+            raise RequestError("columns were given to a network without them; train with data.condition")
         if told.augment is None:
             return hidden
         if self.augment_embedding is None:

@@ -124,7 +124,8 @@ def build_loss(config: Config, state: TrainState | None = None) -> LossFunction:
 
 def build_objective(config: Config) -> Objective:
     interleaved = config.training.noise == "batch"  # a batch drawn at once is split between micro-batches and ranks
-    return Objective(config.diffusion, config.label_dropout, interleaved)
+    each, spans = config.condition_dropout, config.conditions.spans
+    return Objective(config.diffusion, config.label_dropout, each, spans, interleaved)
 
 
 def fitted(objective: Objective, state: TrainState) -> Objective:

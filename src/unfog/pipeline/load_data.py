@@ -16,6 +16,7 @@ from typing import Protocol
 from unfog.config.schema import Config, ImageFacts
 from unfog.config.toml import to_toml
 from unfog.data.buckets.prepare import BucketChoice, prepare_buckets
+from unfog.data.columns.conditions import resolved_condition
 from unfog.data.dataset import Dataset
 from unfog.data.full_depth.choice import kept_line
 from unfog.data.full_depth.fit import fit_values
@@ -32,12 +33,16 @@ from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, format_duration, say, warn
 from unfog.settings import AUTO, is_auto
+from unfog.text import sanitize
 from unfog.training.distributed.watchdog import AWAITING_IMAGES
 from unfog.values.buckets import bucket_texts
-from unfog.values.condition_format import facts_of, kind_of
+from unfog.values.columns import Column
+from unfog.values.condition_format import facts_of
+from unfog.values.condition_kinds import ColumnFacts, kind_of
 from unfog.values.image_format import BYTES
 
 _TOP = re.compile(r"/|(?:[-_.\d][-\w]*)?\.tar/", re.IGNORECASE)  # ends the top folder, or the word that names a shard
+_FEW_NUMBERS = 20  # different numbers that may be names of categories
 _NAMES_SAMPLED = 10_000  # file names, evenly spaced, that are searched for folders called train, test or similar
 
 
@@ -91,12 +96,27 @@ def load_images(
     _report(config, source, dataset, few)
     dataset = _keep_values(config, dataset)
     data = replace(dataset.settings, cache=config.data.cache) if few else dataset.settings
+    data = replace(data, condition=resolved_condition(data.condition))
     classes = tuple(printable(name) for name in dataset.train.classes)
     columns = facts_of(dataset.train.columns.values())
+    for one in columns:
+        say(f"  condition {sanitize(one.name)}: {_evidence(one, dataset.train.columns[one.name])}")
     buckets = bucket_texts(dataset.size_buckets)
     facts = ImageFacts(source.resolved, data, classes, columns, dataset.train.fingerprint, config.latents, buckets)
     to_toml(facts)  # what cannot be stored raises here, before anything is trained
     return add_latents(dataset, config.adopt(facts), facts, stop, few)
+
+
+def _evidence(facts: ColumnFacts, column: Column) -> str:
+    """Describe a condition for people: its kind, its values, and how many images are without one."""
+    kind = kind_of(facts.kind)
+    known = kind.known(column.values)
+    line = f"{facts.kind}, {sanitize(kind.evidence(facts))}"
+    if missing := len(known) - int(known.sum()):
+        line += f"; not known for {missing:,} of {len(known):,} images"
+    if facts.kind == "number" and (different := len({*column.values[known].tolist()})) <= _FEW_NUMBERS:
+        line += f"; {facts.name}:category takes its {different} values for names"
+    return line
 
 
 def _read_source(

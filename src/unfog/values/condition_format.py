@@ -1,150 +1,27 @@
-"""`ConditionFormat`: the conditions of a run, a fact of its data as class names are. Imports no torch.
-
-A condition has a kind, which makes a tensor of `Conditions` from its column and reads what people ask for. A new kind
-is a class here and in `KINDS`, a field of `Conditions`, and a layer in `models.layers`.
-"""
+"""`ConditionFormat`: the conditions of a run, a fact of its data as class names are. Imports no torch."""
 
 from __future__ import annotations
 
 import math
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from unfog.errors import RequestError
-from unfog.text import suggest, valid_text
-from unfog.values.columns import CLASS, Column, name_problem
+from unfog.text import suggest
+from unfog.values.columns import CLASS, Column
+from unfog.values.condition_kinds import ColumnFacts, Span, kind_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from unfog.values.conditions import Conditions
 
-_SHOWN = 5  # categories of a column in a message
 AUGMENT_INPUTS = 9
 """Length of `Conditions.augment`."""
 Given: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
 """Conditions of samples: (name of a column, values that the samples cycle through), each column by itself."""
 _LONGEST_CYCLE = 1000  # names of samples that columns of different lengths have together
-
-
-@dataclass(frozen=True)
-class ColumnFacts:
-    """Facts on a column that a run keeps: enough to build the layer, and to read what people ask for."""
-
-    name: str = ""
-    kind: str = ""
-    categories: tuple[str, ...] = ()
-    """Names of the values, if they are numbers of categories."""
-    statistics: tuple[float, ...] = ()
-    """Numbers that the kind computes from the training images, such as mean and deviation."""
-
-    def __post_init__(self) -> None:
-        if self.kind:
-            if problem := name_problem(self.name, self.kind):
-                raise RequestError(f"a column of this run is called {self.name[:100]!r}: {problem}")
-            kind_of(self.kind, self.name).check(self)
-
-    def __str__(self) -> str:
-        of = f" of {', '.join(self.categories[:_SHOWN])}{', ...' * (len(self.categories) > _SHOWN)}"
-        return f"{self.name} ({self.kind}{of * bool(self.categories)})"
-
-    @property
-    def identity(self) -> tuple[str, str, tuple[str, ...]]:
-        """All but the statistics: equal for one column of two sets of images."""
-        return self.name, self.kind, self.categories
-
-
-class ConditionKind:
-    """Base of the kinds of conditions. Values are in the units of the source."""
-
-    name: ClassVar[str]
-    field: ClassVar[str]
-    """The field of `Conditions` that columns of this kind fill together, in the order of their names."""
-
-    def check(self, facts: ColumnFacts) -> None:
-        """Raise RequestError unless these are facts of such a column; they may be read from a file."""
-
-    def facts(self, column: Column) -> ColumnFacts:
-        """Return the facts that a run keeps of a column of its training images."""
-        return ColumnFacts(column.name, column.kind, column.categories)
-
-    def inputs(self, facts: ColumnFacts) -> int:
-        """Return the number of rows that the column adds to the layers of a network, at most."""
-        raise NotImplementedError
-
-    def tensor(self, columns: Sequence[NDArray[Any]]) -> Tensor:
-        """Return the condition [B, …] of images with these values, an array [B, …] for each column, on the CPU.
-
-        Computes with NumPy alone.
-        """
-        raise NotImplementedError
-
-    def parse(self, facts: ColumnFacts, word: object) -> Any:
-        """Return the value of a word of a command line, or of a Python value. RequestError if it is none."""
-        raise NotImplementedError
-
-    def usual(self, facts: ColumnFacts) -> tuple[Any, ...]:
-        """Return the values that samples cycle through by default, such as all classes."""
-        raise NotImplementedError
-
-    def show(self, facts: ColumnFacts, value: Any) -> str:
-        """Return a value as text, for people and names of files; "" if it is not known."""
-        return f"{value}"
-
-
-class ClassKind(ConditionKind):
-    """One of several classes; an image has one such condition, the column "class"."""
-
-    name = CLASS
-    field = "label"
-
-    def inputs(self, facts: ColumnFacts) -> int:
-        return len(facts.categories)
-
-    def tensor(self, columns: Sequence[NDArray[Any]]) -> Tensor:
-        import numpy as np
-        import torch
-
-        (labels,) = columns
-        return torch.from_numpy(np.asarray(labels, np.int64))
-
-    def parse(self, facts: ColumnFacts, word: object) -> int:
-        """Return a label. An integer is the number of a class, a text its name or, if no name is one, a number."""
-        classes, label = facts.categories, -1
-        # A word of a command line in a locale without UTF-8 is spelled as the name of a folder is.
-        text = unicodedata.normalize("NFC", valid_text(str(word)))
-        if not isinstance(word, bool) and isinstance(word, Integral):
-            label = int(word)
-        elif str(word) in classes:
-            label = classes.index(str(word))
-        elif text in (composed := [unicodedata.normalize("NFC", name) for name in classes]):
-            label = composed.index(text)
-        elif text.isdecimal() and not any(name.isdecimal() for name in classes):
-            label = int(text)
-        if not 0 <= label < len(classes):
-            raise RequestError(f"class = {text!r} is not a class of this run; give one of {', '.join(classes)}")
-        return label
-
-    def usual(self, facts: ColumnFacts) -> tuple[int, ...]:
-        return tuple(range(len(facts.categories)))
-
-    def show(self, facts: ColumnFacts, value: int) -> str:
-        return facts.categories[value]
-
-
-KINDS: dict[str, ConditionKind] = {kind.name: kind for kind in (ClassKind(),)}
-
-
-def kind_of(name: str, column: str = "") -> ConditionKind:
-    """Return the kind of this name. RequestError if there is none."""
-    if name not in KINDS:
-        of = f"column {column!r}: " if column else ""
-        raise RequestError(f"{of}kind {name!r} of a condition is unknown{suggest(name, KINDS)}")
-    return KINDS[name]
 
 
 def conditions_of(columns: Iterable[Column]) -> Conditions:
@@ -197,6 +74,32 @@ class ConditionFormat:
     def inputs(self) -> int:
         """Upper bound of the rows of all layers that embed conditions, the null class among them."""
         return 1 + AUGMENT_INPUTS + sum(kind_of(one.kind).inputs(one) for one in self.facts)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Places of the values of each condition in `Conditions`, the class first; () without other columns."""
+        if not self.columns:
+            return ()
+        places, ends = list[Span](), dict[str, int]()
+        for one in self.facts:
+            kind = kind_of(one.kind)
+            start = ends.get(kind.field, 0)
+            ends[kind.field] = start + kind.width(one)
+            places.append((kind.field, start, ends[kind.field]))
+        return tuple(places)
+
+    def concerns(self, given: Given) -> list[str]:
+        """Return why samples with these conditions may be poor, such as a number that no training image is near to."""
+        facts = self._facts_by_name
+        said = (kind_of(facts[name].kind).concern(facts[name], value) for name, values in given for value in values)
+        return list(dict.fromkeys(filter(None, said)))
+
+    def untold(self, given: Given) -> list[str]:
+        """Return the names of the columns that some samples are not told."""
+        facts = self._facts_by_name
+        return [
+            name for name, values in given if any(not kind_of(facts[name].kind).show(facts[name], v) for v in values)
+        ]
 
     @property
     def usual(self) -> Given:

@@ -1,11 +1,11 @@
 """`Conditions`: inputs of a network for each image of a batch, besides the image and its noise level.
 
-A new kind of condition is a field here, a class in `condition_format`, and a layer in `models.layers`.
+A new kind of condition is a field here, a class in `condition_kinds`, and a part of `models.condition_layers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from unfog.values.condition_kinds import Span
+
 ConditionsLike: TypeAlias = "Conditions | Tensor | None"
 """Conditions, a label alone, int64 [B], or None for no condition."""
 # Value of each condition for an image whose condition is hidden. Conditions not listed here are never dropped.
-_NOT_TOLD: dict[str, float] = {"label": -1}
+_NAN = float("nan")
+_NOT_TOLD: dict[str, float] = {"label": -1, "numbers": _NAN, "categories": -1, "several": _NAN, "vectors": _NAN}
 
 
 class Conditions(NamedTuple):
@@ -33,6 +36,14 @@ class Conditions(NamedTuple):
     """int64 [B], the class of each image; -1 where it is not told."""
     augment: Tensor | None = None
     """float32 [B, 9], how each image was augmented; 0 if it was not. It is never dropped, as the image shows it."""
+    numbers: Tensor | None = None
+    """float32 [B, K], a number for each column, in the units of the source; NaN where it is not known or hidden."""
+    categories: Tensor | None = None
+    """int64 [B, K], a category for each column; -1 where it is not known or hidden."""
+    several: Tensor | None = None
+    """float32 [B, K], 1 for each category that an image has, else 0, of all columns; NaN where they are not known."""
+    vectors: Tensor | None = None
+    """float32 [B, D], the numbers of all columns, in the units of the source; NaN where they are not known."""
 
     @classmethod
     def of(cls, given: ConditionsLike) -> Conditions:
@@ -80,6 +91,20 @@ class Conditions(NamedTuple):
                 changed[name] = torch.full_like(each, _NOT_TOLD[name])
             else:
                 changed[name] = each.masked_fill(hidden.reshape(-1, *(1 for _ in each.shape[1:])), _NOT_TOLD[name])
+        return self._replace(**changed)
+
+    def dropped_each(self, hidden: Tensor, spans: Sequence[Span]) -> Conditions:
+        """Return the conditions without those that are `hidden`, bool [B, S]: a column of it for each of S `spans`."""
+        changed = dict[str, Tensor]()
+        for k, (name, start, stop) in enumerate(spans):
+            each = changed.get(name, getattr(self, name))
+            if each is None:
+                continue
+            which = hidden[:, k]
+            if each.ndim > 1:
+                place = torch.arange(each.shape[1], device=each.device)
+                which = which[:, None] & (place >= start) & (place < stop)
+            changed[name] = each.masked_fill(which, _NOT_TOLD[name])
         return self._replace(**changed)
 
     def label_or(self, null: int) -> Tensor | None:

@@ -79,7 +79,7 @@ def prepare_buckets(
     for line in plan.lines(scan.size, sides[readable]):
         say(line)
     plan = plan.with_unreadable(readable)
-    own = replace(scan.settings, size=scan.size, aspect="crop", cache=where)
+    own = replace(scan.settings, size=scan.size, aspect="crop", cache=where, condition="")  # whose columns the scan has
     if scan.channels_certain:
         own = replace(own, channels=scan.channels)
     preparation = _Preparation(scan, progress, to_draw, known)
@@ -89,7 +89,7 @@ def prepare_buckets(
         own = replace(own, channels=max(channels))
         parts = preparation.parts(plan, own)
     dataset = _join(scan, parts)
-    resolved = replace(dataset.settings, cache=settings.cache)
+    resolved = replace(dataset.settings, cache=settings.cache, condition=settings.condition)
     return replace(dataset, settings=resolved, placement=why, warnings=scan.warnings)
 
 

@@ -7,12 +7,13 @@ those of image files are (`data.bit_depth`); of booleans, True is white.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from lzma import LZMAError
 from pathlib import Path
@@ -60,7 +61,7 @@ class ArraySource(Source):
     def __init__(self, path: Path, name: str, axes: str = "auto") -> None:
         self._path, self.name, self.resolved = path, name, str(path.resolve())
         try:
-            images, labels, unused, stored_axes = _read(path, name)
+            images, labels, others, stored_axes = _read(path, name)
             self._stamp = file_digest(path)
         except RequestError:
             raise
@@ -80,11 +81,13 @@ class ArraySource(Source):
         self.names = LazyNames("{:08}".format, range(len(images)))
         if labels is not None:
             self.classes, self.labels = index_labels(name, labels, len(images))
-        elif unused:
+        elif others:
+            unused = [sanitize(each) for each in others[:5]]
             self.label_warning = (
                 f"{sanitize(name)} also holds {', '.join(unused)}, which is not used; labels are an array called "
-                f"{' or '.join(_LABEL_KEYS)}"
+                f"{' or '.join(_LABEL_KEYS)}, and --condition {unused[0]} makes it a condition"
             )
+        self.values_by_name = _Members(path, name, others, len(images))
 
     @classmethod
     def load(cls, location: SourceLocation, options: OpenOptions) -> ArraySource:
@@ -97,6 +100,7 @@ class ArraySource(Source):
         say: Callable[[str], None] = lambda line: None,
         channels_first: bool | None = None,
         axes: str = "auto",
+        conditions: Mapping[str, Any] | None = None,
     ) -> Path:
         """Write images from memory into the cache, once, as an .npz file that is a SOURCE, and return its path.
 
@@ -107,6 +111,7 @@ class ArraySource(Source):
             channels_first: read the first axis of an image as its channels where the last could be, too; None for
                 tensors alone.
             axes: order of the axes, NCHW or NHWC; auto = by their lengths.
+            conditions: a number, text, list or vector for each image, by name.
 
         Raises:
             RequestError: they are not images or not as many labels, or the cache cannot be written.
@@ -119,10 +124,15 @@ class ArraySource(Source):
         if labels is not None:
             arrays["labels"] = _without_objects(as_array(labels))
             index_labels("the array", arrays["labels"], len(images))  # only to refuse what are not labels
+        arrays |= {name: _of_images(name, values, len(images)) for name, values in (conditions or {}).items()}
         # What the lengths of the axes leave open, a later reader would ask for.
         if axes != "auto" or images.shape[3] not in USUAL:
             arrays[_AXES] = np.array("NHWC")
         digest = _content_digest(images, arrays.get("labels"), _AXES in arrays)
+        if conditions:
+            digest = hashlib.sha256(
+                repr((digest, [(name, arrays[name].tolist()) for name in conditions])).encode()
+            ).hexdigest()
         path = cache_folder() / f"array-{digest[:32]}.npz"
         hold(path)
         if path.exists():
@@ -151,6 +161,42 @@ class ArraySource(Source):
             with suppress(OSError):
                 return file_digest(self._path), self._images.nbytes
         return self._stamp, self._images.nbytes
+
+
+def _of_images(name: str, values: Any, count: int) -> NDArray[Any]:
+    """Return a condition as an array [N, …]; lists of different lengths, and texts with None, as texts of JSON."""
+    if name in (*_IMAGE_KEYS, *_LABEL_KEYS, _AXES, "file"):  # which is an argument of `np.savez`
+        raise RequestError(f"a condition cannot be called {name}, as the images or labels are; give another name")
+    values = as_array(values) if hasattr(values, "__array__") else values
+    rows = values.tolist() if isinstance(values, np.ndarray) and values.dtype.kind == "O" else values
+    try:
+        found = np.asarray(rows)
+        plain = found.dtype.kind in "biufU" and not (found.dtype.kind == "U" and _mixes(rows))
+    except ValueError:
+        plain = False
+    if not plain:
+        try:
+            found = np.array([_as_text(each) for each in rows])
+        except (TypeError, ValueError):
+            raise RequestError(
+                f"the condition {name} holds other values than numbers, texts and lists of them"
+            ) from None
+    if found.shape[:1] != (count,):
+        shape = "x".join(map(str, found.shape)) or "one value"
+        raise RequestError(f"the condition {name} is {shape}, and there are {count:,} images; give a value for each")
+    return found
+
+
+def _mixes(rows: Any) -> bool:
+    """Return True for a list with other values than texts, which NumPy would turn into texts."""
+    return isinstance(rows, list | tuple) and not all(isinstance(each, str) for each in rows)
+
+
+def _as_text(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return json.dumps(sorted(value) if isinstance(value, set | frozenset) else value)
 
 
 def _content_digest(images: NDArray[Any], labels: NDArray[Any] | None, with_axes: bool) -> str:
@@ -188,9 +234,36 @@ def _read(path: Path, name: str) -> tuple[NDArray[Any] | FileRows, NDArray[Any] 
         axes = str(_read_member(archive, _AXES, name)) if _AXES in keys else ""
         if axes not in ("", "NCHW", "NHWC"):
             raise ValueError(f"{_AXES} is {sanitize(axes):.20}, and neither NCHW nor NHWC")
-        unused = [sanitize(key) for key in keys if key not in (images, labels, _AXES)]
+        others = [key for key in keys if key not in (images, labels, _AXES)]
         found = None if labels is None else _read_member(archive, labels, name)
-        return _read_member(archive, images, name), found, unused[:5], axes
+        return _read_member(archive, images, name), found, others, axes
+
+
+class _Members(Mapping[str, NDArray[Any]]):
+    """The other arrays of an .npz file, read when they are asked for. RequestError if one is not of the images."""
+
+    def __init__(self, path: Path, name: str, keys: list[str], count: int) -> None:
+        self._path, self._name, self._keys, self._count = path, name, keys, count
+
+    def __getitem__(self, key: str) -> NDArray[Any]:
+        if key not in self._keys:
+            raise KeyError(key)
+        said = f"the array {sanitize(key)} of {sanitize(self._name)}"
+        try:
+            with zipfile.ZipFile(self._path) as archive:
+                found = _read_member(archive, key, self._name)
+        except (*DAMAGE_ERRORS, zipfile.BadZipFile) as error:
+            raise RequestError(f"{said} cannot be read: {str(error)[:160]}; store it again") from None
+        if found.shape[:1] != (self._count,):
+            shape = "x".join(map(str, found.shape)) or "one value"
+            raise RequestError(f"{said} is {shape}, and there are {self._count:,} images; give a value for each")
+        return np.char.decode(found, "utf-8", "replace") if found.dtype.kind == "S" else found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
 
 def _read_member(archive: zipfile.ZipFile, key: str, name: str) -> NDArray[Any]:

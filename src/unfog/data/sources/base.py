@@ -223,6 +223,9 @@ class Source(ABC):
     columns: Mapping[str, Column] = {}
     """What is known about each image, by name, in the order of `names`. Labels may be its column "class" instead."""
 
+    values_by_name: Mapping[str, NDArray[Any]] = {}
+    """Arrays beside the images whose first axis is that of the images, which may become columns; read on demand."""
+
     held_out: frozenset[str] | None = None
     """Names of the images of an official held-out split; None to split by a hash of the names."""
 

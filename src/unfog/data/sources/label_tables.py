@@ -11,13 +11,13 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from unfog.data.sources.base import ImageError, LabelTable
 from unfog.data.sources.folder import normalize_path
 from unfog.data.sources.image_files import SUFFIXES, os_error_reason
 from unfog.errors import RequestError
-from unfog.text import not_utf8, sanitize
+from unfog.text import not_utf8, sanitize, suggest
 
 _FILE_COLUMNS = (
     *("file_name", "filename", "file", "filepath", "file_path", "path"),
@@ -25,6 +25,7 @@ _FILE_COLUMNS = (
 )
 # Names of the two columns, in lower case; the first one that a table has counts.
 _LABEL_COLUMNS = ("label", "class", "category", "cls", "class_name", "label_name", "target", "class_id", "label_id")
+_COMPARED, _LONGEST_HINT = 1000, 300  # columns that a name is compared with, and characters of what they are called
 _SHARD = re.compile(r"\.tar/", re.IGNORECASE)
 _WHOLE_NUMBER = re.compile(r"-?[0-9]{1,18}")
 
@@ -54,12 +55,44 @@ def read_table(table: LabelTable, second_names: Mapping[str, str] | None = None)
 
     A file in a folder of `second_names` is named as `Source.names` has it.
     """
+    found, content = _read(
+        table,
+        lambda header: _find_columns(header, table),  # before dict(zip()) would drop one of two columns
+        lambda rows: _collect_labels(rows, table, second_names or {}),
+    )
+    # Without columns, as the digest was before they could be named.
+    return found, hashlib.sha256(content + "\n".join(table.columns).encode() * any(table.columns)).hexdigest()
+
+
+def read_cells(
+    table: LabelTable, wanted: Sequence[str], second_names: Mapping[str, str] | None = None
+) -> dict[str, tuple[Any, ...]]:
+    """Return file name -> its cells in the columns `wanted`, as they are in the file; None for a missing one.
+
+    Names are as in `read_table`. RequestError if the table is unfit, lacks a column, or contradicts itself.
+    """
+    return _read(
+        table,
+        lambda header: _find_named(header, wanted, table),
+        lambda rows: _collect_cells(rows, wanted, table, _spelled(second_names or {})),
+    )[0]
+
+
+_Found = TypeVar("_Found", bound=Mapping[str, Any])
+
+
+def _read(
+    table: LabelTable,
+    check: Callable[[Sequence[str]], object],
+    collect: Callable[[Iterable[Mapping[str, Any]]], _Found],
+) -> tuple[_Found, bytes]:
+    """Return (what `collect` makes of the rows, the content); `check` is called with the header of a CSV file."""
     said = sanitize(table.name)
     try:
         content = table.read()
         text = content.decode("utf-8-sig")
-        rows = _json_rows(text) if table.base_name.lower().endswith((".jsonl", ".ndjson")) else _csv_rows(text, table)
-        found = _collect_labels(rows, table, second_names or {})
+        is_json = table.base_name.lower().endswith((".jsonl", ".ndjson"))
+        found = collect(_json_rows(text) if is_json else _csv_rows(text, table, check))
     except OSError as error:
         raise RequestError(f"{said} is a table {os_error_reason(error)}; check it") from None
     except ImageError as error:
@@ -72,11 +105,10 @@ def read_table(table: LabelTable, second_names: Mapping[str, str] | None = None)
         raise RequestError(f"{said} is damaged: {str(error)[:100]}; write it again") from None
     if not found:
         raise RequestError(f"{said} has no rows; write a line for each image")
-    # Without columns, as the digest was before they could be named.
-    return found, hashlib.sha256(content + "\n".join(table.columns).encode() * any(table.columns)).hexdigest()
+    return found, content
 
 
-def _csv_rows(text: str, table: LabelTable) -> Iterator[Mapping[str, Any]]:
+def _csv_rows(text: str, table: LabelTable, check: Callable[[Sequence[str]], object]) -> Iterator[Mapping[str, Any]]:
     # Separators inside quotes are text, not separators.
     head = re.sub(r'"[^"]*"', "", text.partition("\n")[0])
     separator = "\t" if table.base_name.lower().endswith(".tsv") else max(",;\t", key=head.count)
@@ -85,7 +117,7 @@ def _csv_rows(text: str, table: LabelTable) -> Iterator[Mapping[str, Any]]:
     header, said = next((line for line in lines if line), []), sanitize(table.name)
     if not header:
         return
-    _find_columns(header, table)  # before dict(zip()) would drop one of two columns
+    check(header)
     for values in lines:
         if any(value.strip() for value in values[len(header) :]):
             raise RequestError(
@@ -112,7 +144,7 @@ def _collect_labels(
     rows: Iterable[Mapping[str, Any]], table: LabelTable, second_names: Mapping[str, str]
 ) -> dict[str, str]:
     said = sanitize(table.name)
-    spelled = {unicodedata.normalize("NFC", second): first for second, first in second_names.items()}
+    spelled = _spelled(second_names)
     found: dict[str, str] = {}
     columns: tuple[str, str] | None = None
     for row in rows:
@@ -120,11 +152,7 @@ def _collect_labels(
             continue
         columns = columns or _find_columns(list(row), table)
         file, value = (row.get(column) for column in columns)
-        written = unicodedata.normalize("NFC", str(file).strip())  # as `match_rows` compares names
-        name = normalize_path(written.replace("\\", "/")) if isinstance(file, str | int) else ""
-        for second, first in spelled.items():
-            if name.startswith(second):
-                name = unicodedata.normalize("NFC", first + name[len(second) :])
+        name = _file_name(file, spelled)
         label = normalize_label(value)
         if not name or (not label and value not in (None, "")):
             row_says = f"file {sanitize(str(file)[:60])} and label {sanitize(str(value)[:60])}"
@@ -136,6 +164,56 @@ def _collect_labels(
                 f"{said} calls {sanitize(name)} both {sanitize(found[name])} and {sanitize(label)}; keep one row"
             )
     return found
+
+
+def _spelled(second_names: Mapping[str, str]) -> dict[str, str]:
+    return {unicodedata.normalize("NFC", second): first for second, first in second_names.items()}
+
+
+def _file_name(cell: Any, spelled: Mapping[str, str]) -> str:
+    """Return the name of a cell's file as `match_rows` compares it; "" if it is none."""
+    written = unicodedata.normalize("NFC", str(cell).strip())
+    name = normalize_path(written.replace("\\", "/")) if isinstance(cell, str | int) else ""
+    for second, first in spelled.items():
+        if name.startswith(second):
+            name = unicodedata.normalize("NFC", first + name[len(second) :])
+    return name
+
+
+def _collect_cells(
+    rows: Iterable[Mapping[str, Any]], wanted: Sequence[str], table: LabelTable, spelled: Mapping[str, str]
+) -> dict[str, tuple[Any, ...]]:
+    said, found, seen = sanitize(table.name), dict[str, tuple[Any, ...]](), set[str]()
+    file = ""
+    for row in rows:
+        if _is_blank(row):
+            continue
+        file = file or _find_column(list(row), _FILE_COLUMNS, "file names", table, "")
+        seen.update(name for name in wanted if name in row)
+        if not (name := _file_name(row.get(file), spelled)):
+            raise RequestError(f"{said} has a row without a file name, after {len(found):,} others; name its image")
+        cells = tuple(row.get(each) for each in wanted)
+        if found.setdefault(name, cells) != cells:
+            raise RequestError(f"{said} has two rows of {sanitize(name)} with other values; keep one")
+    if found and (missing := [name for name in wanted if name not in seen]):
+        raise _missing_column(list(row), missing[0], table)
+    return found
+
+
+def _find_named(header: Sequence[str], wanted: Sequence[str], table: LabelTable) -> None:
+    """Raise RequestError unless each column is in the header, once, and there is one of file names."""
+    _find_column(header, _FILE_COLUMNS, "file names", table, "")
+    for name in wanted:
+        if (count := header.count(name)) > 1:
+            raise RequestError(f"{sanitize(table.name)} has {count} columns called {sanitize(name)}; keep one")
+        if not count:
+            raise _missing_column(header, name, table)
+
+
+def _missing_column(header: Sequence[str], name: str, table: LabelTable) -> RequestError:
+    near = suggest(name, [sanitize(one[:30]) for one in header[:_COMPARED]])
+    hint = near if len(near) < _LONGEST_HINT else f"; it has {', '.join(sanitize(one[:30]) for one in header[:12])}, …"
+    return RequestError(f"{sanitize(table.name)} has no column {sanitize(name)!r}{hint}")
 
 
 def _is_blank(row: Mapping[str, Any]) -> bool:
@@ -162,7 +240,9 @@ def _column_key(name: str) -> str:
     return unicodedata.normalize("NFC", name.strip()).casefold()
 
 
-def _find_column(header: Sequence[str], known: Sequence[str], of: str, table: LabelTable) -> str:
+def _find_column(
+    header: Sequence[str], known: Sequence[str], of: str, table: LabelTable, remedy: str | None = None
+) -> str:
     said, there = sanitize(table.name), dict[str, list[str]]()
     for name in header:
         there.setdefault(_column_key(name), []).append(name)
@@ -173,9 +253,11 @@ def _find_column(header: Sequence[str], known: Sequence[str], of: str, table: La
     if not columns:
         has = ", ".join(sanitize(name[:30]) for name in list(there)[:12]) + ", …" * (len(there) > 12)
         named = f"called {sanitize(known[0])}" if known[0] in table.columns else f"of {of}"
-        remedy = f"name those of files and labels: --data.labels {sanitize(table.base_name)}:FILE,LABEL"
-        call = "" if known[0] in table.columns else f"call one {known[0]} (or {', '.join(known[1:4])}), or "
-        raise RequestError(f"{said} has no column {named}, only {has}; {call}{remedy}")
+        call = "" if known[0] in table.columns else f"call one {known[0]} (or {', '.join(known[1:4])})"
+        if remedy is None:
+            remedy = f"name those of files and labels: --data.labels {sanitize(table.base_name)}:FILE,LABEL"
+        call += f"{', or ' * bool(call and remedy)}{remedy}"
+        raise RequestError(f"{said} has no column {named}, only {has}; {call}")
     if len(columns) > 1:
         raise RequestError(f"{said} has {len(columns)} columns called {sanitize(columns[0].strip())}; keep one")
     return columns[0]

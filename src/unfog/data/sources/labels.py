@@ -10,7 +10,7 @@ import os
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -38,7 +38,8 @@ from unfog.values.columns import (
 SPLITS = frozenset(["train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"])
 
 # Tables at the top of a source that labels = auto looks for; metadata.csv is Hugging Face's convention.
-_AUTO_TABLES = tuple(f"{name}{suffix}" for name in ("metadata", "labels") for suffix in TABLES)
+AUTO_TABLES = tuple(f"{name}{suffix}" for name in ("metadata", "labels") for suffix in TABLES)
+"""Names of tables at the top of a source that are looked for, of labels and of conditions."""
 _MAX_NAMED = 1000
 
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
@@ -195,7 +196,7 @@ class _LabelTableSource(SomeImages):
             files, group = source.groups
             row_of_file, unmatched = match_rows(files, rows)
             row_of = {i: row_of_file[file] for i, file in enumerate(group.tolist()) if file in row_of_file}
-        _refuse_few_matches(source, table, rows, row_of)
+        refuse_few_matches(source, table, rows, row_of)
         values = [rows[row] for row in row_of.values()]
         self.classes = tuple(sort_labels(set(values) - {""}))
         number = {name: i for i, name in enumerate(self.classes)}
@@ -218,7 +219,9 @@ class _LabelTableSource(SomeImages):
         return hashlib.sha256(f"{digest} {self._digest}".encode()).hexdigest(), size
 
 
-def apply_label_table(source: Source, mode: str, warn: Callable[[str], None] = lambda line: None) -> Source:
+def apply_label_table(
+    source: Source, mode: str, warn: Callable[[str], None] = lambda line: None, conditions: bool = False
+) -> Source:
     """Return the source with the labels of a table, or unchanged.
 
     Args:
@@ -228,14 +231,15 @@ def apply_label_table(source: Source, mode: str, warn: Callable[[str], None] = l
             no classes, every image has a row, and each class has four images on average. Or "folders" or "none": no
             table is used.
         warn: called with a line for each table, and each column of labels of the source's own, that is not used.
+        conditions: tables and arrays hold conditions, so that a table without labels needs no warning.
 
     Raises:
         RequestError: there is no such table, or it is refused: see `_LabelTableSource`.
     """
     if mode in LABELS:
-        if mode != "none" and source.label_warning:
+        if mode != "none" and source.label_warning and not conditions:
             warn(source.label_warning)
-        return _find_labels(source, warn) if mode == AUTO and _own_labels(source)[1] is None else source
+        return _find_labels(source, warn, conditions) if mode == AUTO and _own_labels(source)[1] is None else source
     if isinstance(source, _LabelTableSource):
         return source
     path, columns = table_and_columns(mode)
@@ -250,14 +254,16 @@ def labels_setting(source: Source, labels: NDArray[np.int64] | None) -> str:
     return source.table_setting if isinstance(source, _LabelTableSource) else "folders"
 
 
-def _find_labels(source: Source, warn: Callable[[str], None]) -> Source:
-    tables = [table for name in _AUTO_TABLES if (table := source.table(name)) is not None]
+def _find_labels(source: Source, warn: Callable[[str], None], conditions: bool) -> Source:
+    tables = [table for name in AUTO_TABLES if (table := source.table(name)) is not None]
     chosen, used = source, ""
     if tables and read_labels(source, AUTO)[1] is not None:
         used = "the folders are the classes"
     for table in tables:
         insist = f"--data.labels {sanitize(table.base_name)} uses it all the same"
         found = f"{used}; {insist}" if used else _try_table(source, table, insist)
+        if isinstance(found, str) and conditions and "no column of labels" in found:
+            continue
         if isinstance(found, str):
             warn(f"{sanitize(table.base_name)} is ignored: {found}")
         else:
@@ -282,7 +288,8 @@ def _try_table(source: Source, table: LabelTable, insist: str) -> _LabelTableSou
     return found
 
 
-def _refuse_few_matches(source: Source, table: LabelTable, rows: Mapping[str, str], row_of: Mapping[int, str]) -> None:
+def refuse_few_matches(source: Source, table: LabelTable, rows: Iterable[str], row_of: Mapping[int, str]) -> None:
+    """Raise RequestError if a table names fewer than half of the images; `row_of` is of `match_rows`."""
     # A table that names fewer than half of the images is most likely one of other images.
     names = source.names
     if 2 * len(row_of) >= len(names):

@@ -8,7 +8,7 @@ import os
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,7 +79,13 @@ class StoredImages(ZipSource):
         return DeepImage.from_npy(data) if data.startswith(MAGIC_PREFIX) else open_bytes(data, name)
 
     @staticmethod
-    def store(source: Any, labels: Any = None, report: Report | None = None, storing: Storing = USUAL_STORING) -> Path:
+    def store(
+        source: Any,
+        labels: Any = None,
+        report: Report | None = None,
+        storing: Storing = USUAL_STORING,
+        conditions: Mapping[str, Any] | None = None,
+    ) -> Path:
         """Write images given as objects into the cache, once, and return the path of the file, which is a SOURCE.
 
         The name of the file is a digest of the images and labels, so that the same list is the same file. Images are
@@ -90,6 +96,7 @@ class StoredImages(ZipSource):
             labels: a whole number or a text for each image, where the source has none itself.
             report: functions to call meanwhile.
             storing: how arrays are stored.
+            conditions: values of each image by name, beside an array or tensor.
 
         Raises:
             RequestError: there are no images, one is none, the labels do not fit, or the cache cannot be written.
@@ -101,7 +108,12 @@ class StoredImages(ZipSource):
         if hasattr(source, "__array__"):
             first = hasattr(source, "detach")
             pixels = _without_floats(as_array(source), first, report, storing)
-            return ArraySource.store(pixels, labels, report.say, channels_first=first, axes=storing.axes)
+            return ArraySource.store(pixels, labels, report.say, first, storing.axes, conditions)
+        if conditions:
+            raise RequestError(
+                "conditions as arrays need the images as one array or tensor, such as np.stack(images), or files with "
+                "metadata.csv"
+            )
         items, folder = ImageItems.read(source), cache_folder()
         partial = folder / f"images-{os.getpid()}-{time.time_ns()}.partial"
         try:

@@ -54,6 +54,9 @@ class Studio:
             raise RequestError(
                 f"the playground draws pictures of 8 bits, and this run has {format}; use `unfog sample`"
             )
+        if columns := run.config.columns:
+            names = ", ".join(one.name for one in columns)
+            raise RequestError(f"the playground has no fields for {names}; use `unfog sample` with --given NAME=VALUE")
         if channel.is_cancelled(job):
             channel.send("done", job, stopped=True, images=[0], seconds=0.0, calls=0)
             return

@@ -1,0 +1,136 @@
+"""The columns that `data.condition` names, of a table beside the images, or of the source itself."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from unfog.data.columns.kinds import column_of
+from unfog.data.dataset import Dataset
+from unfog.data.settings import Data, parse_condition
+from unfog.data.sources.base import LabelTable, Source
+from unfog.data.sources.label_tables import match_rows, read_cells
+from unfog.data.sources.labels import AUTO_TABLES, refuse_few_matches
+from unfog.errors import RequestError
+from unfog.text import sanitize, suggest
+from unfog.values.columns import CLASS, Column, without_class
+
+_Source = TypeVar("_Source", bound=Source)
+
+
+def with_conditions(source: _Source, setting: str, warn: Callable[[str], None] = lambda line: None) -> _Source:
+    """Return the source with the columns that `data.condition` names, and no others but the class; "" changes nothing.
+
+    `warn` is called with a line on images without a row in the table.
+
+    Raises:
+        RequestError: a column is nowhere, is of another kind, or is refused: see `column_of`; or the table names fewer
+            than half of the images, or other images for half of its rows.
+    """
+    place, wanted = parse_condition(setting)
+    if not wanted:
+        return source
+    found = {name: source.columns[name] for name in wanted if not place and name in source.columns}
+    found |= {
+        name: column_of(name, source.values_by_name[name].tolist(), source.names, kind)
+        for name, kind in wanted.items()
+        if not place and name not in found and name in source.values_by_name
+    }
+    if rest := [name for name in wanted if name not in found]:
+        table = _table(source, place, rest)
+        cells = _matched(source, table, rest, warn)
+        found |= {name: column_of(name, cells[name], source.names, wanted[name]) for name in rest}
+    for name, kind in wanted.items():
+        _check_kind(found[name], kind)
+    changed = copy.copy(source)  # as the source may be opened for other settings as well
+    changed.columns = {name: column for name, column in source.columns.items() if name == CLASS} | found
+    return changed
+
+
+def resolved_condition(setting: str) -> str:
+    """Return `data.condition` with the absolute path of its table, if that is a file beside no source."""
+    place, _ = parse_condition(setting)
+    path = os.path.abspath(os.path.expanduser(place))
+    return path + setting[len(place) :] if place and os.path.isfile(path) else setting
+
+
+def select_conditions(dataset: Dataset, settings: Data) -> Dataset:
+    """Return a dataset that was decoded before with the columns that `data.condition` names; "" keeps all of them.
+
+    RequestError if it has not got a column, or has it of another kind.
+    """
+    _, wanted = parse_condition(settings.condition)
+    held = without_class(dataset.train.columns)
+    for name, kind in wanted.items():
+        if name not in held:
+            raise RequestError(
+                f"{sanitize(dataset.report.source)} has no column {name!r}"
+                f"{suggest(name, held) if held else ''}; pack the originals with --condition {settings.condition}"
+            )
+        _check_kind(held[name], kind)
+    if not wanted or wanted.keys() == held.keys():
+        return dataset
+
+    def selected(columns: Mapping[str, Column]) -> dict[str, Column]:
+        return {name: column for name, column in columns.items() if name == CLASS or name in wanted}
+
+    # Without the fingerprints of the pack, which are of all columns.
+    sets = (
+        replace(each, columns=selected(each.columns), known_fingerprint="")
+        for each in (dataset.train, dataset.held_out)
+    )
+    train, held_out = sets
+    return replace(dataset, train=train, held_out=held_out)
+
+
+def _check_kind(column: Column, kind: str) -> None:
+    if kind and column.kind != kind:
+        raise RequestError(f"the column {column.name} is of kind {column.kind} here, and not {kind}; omit :{kind}")
+
+
+def _table(source: Source, place: str, names: Sequence[str]) -> LabelTable:
+    """Return the table of that path, or the first one at the top of the source that has the columns, or the first."""
+    if place:
+        inside = None if os.path.isfile(os.path.expanduser(place)) else source.table(os.path.basename(place))
+        return inside or LabelTable.find(place)
+    tables = [table for name in AUTO_TABLES if (table := source.table(name)) is not None]
+    if not tables:
+        has = [*without_class(source.columns), *source.values_by_name]
+        told = f"it has {', '.join(map(sanitize, has[:12]))}; or " if has else ""
+        raise RequestError(
+            f"condition = {', '.join(names)}: {sanitize(source.name)} has no such column, and no metadata.csv or "
+            f"metadata.jsonl; {told}give a table with a row for each image: --condition TABLE.csv:{','.join(names)}"
+        )
+    for table in tables[:-1]:
+        try:
+            read_cells(table, names, source.second_names)
+        except RequestError:
+            continue
+        return table
+    return tables[-1] if len(tables) == 1 else tables[0]
+
+
+def _matched(
+    source: Source, table: LabelTable, names: Sequence[str], warn: Callable[[str], None]
+) -> dict[str, list[Any]]:
+    """Return the cells of each column, in the order of the images; None if an image has no row."""
+    rows = read_cells(table, names, source.second_names)
+    row_of, unmatched = match_rows(source.names, rows)
+    refuse_few_matches(source, table, rows, row_of)
+    said, count = sanitize(table.base_name), len(source.names)
+    if 2 * len(unmatched) >= len(rows):
+        raise RequestError(
+            f"{said} has {len(rows):,} rows, and {len(unmatched):,} of them name no image of {sanitize(source.name)}, "
+            f"such as {sanitize(min(unmatched))}: it is probably the table of other images; delete those rows"
+        )
+    if unmatched:
+        warn(f"{said} has {len(unmatched):,} rows without an image, such as {sanitize(min(unmatched))}")
+    if missing := count - len(row_of):
+        first = next(name for i, name in enumerate(source.names) if i not in row_of)
+        warn(f"{said} has no row for {missing:,} of {count:,} images, such as {sanitize(first)}: not known of them")
+    none = (None,) * len(names)
+    cells = [rows[row_of[i]] if i in row_of else none for i in range(count)]
+    return {name: [each[k] for each in cells] for k, name in enumerate(names)}

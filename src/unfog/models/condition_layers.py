@@ -1,0 +1,116 @@
+"""The layer that embeds columns: numbers, categories, several categories and vectors of each image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from unfog.errors import RequestError
+from unfog.values.condition_kinds import NUMBER_INPUTS, ColumnFacts, kind_of
+from unfog.values.conditions import Conditions
+
+_WAVES = (0.5, 1.0, 2.0, 4.0, 8.0)  # radians for each deviation of a number
+
+
+class ColumnEmbedding(nn.Module):
+    """Columns of B images -> [B, width]: one linear layer on features of all columns.
+
+    The layers of the network behind it, an activation and a linear layer, make it an MLP of the columns and the noise
+    level together. Each column has an input for "not known", and so a vector of its own for images without a value.
+
+    Args:
+        columns: facts on the columns, which standardise the numbers.
+        layer: makes the linear layer of so many inputs.
+        balanced: scale the features of each column to the same power, with a mean of 1 over all inputs.
+    """
+
+    scale: Tensor
+    number_mean: Tensor
+    number_deviation: Tensor
+    vector_mean: Tensor
+    vector_deviation: Tensor
+    waves: Tensor
+
+    def __init__(self, columns: Sequence[ColumnFacts], layer: Callable[[int], nn.Module], balanced: bool = False):
+        super().__init__()
+        of = {name: [one for one in columns if kind_of(one.kind).name == name] for name in _POWER}
+        if sum(map(len, of.values())) < len(columns):
+            raise RequestError("the network has no layer for a column of this run; leave the column out")
+        vectors = [(one.statistics, len(one.statistics) // 4) for one in of["vector"]]
+        self._categories = [len(one.categories) for one in of["category"]]
+        self._several = [len(one.categories) for one in of["several"]]
+        self._vectors = [size for _, size in vectors]
+        self._numbers = len(of["number"])
+        # Not in checkpoints, as config.toml has the facts that they are made of.
+        buffers = {
+            "number_mean": [one.statistics[0] for one in of["number"]],
+            "number_deviation": [one.statistics[1] for one in of["number"]],
+            "vector_mean": [each for values, size in vectors for each in values[:size]],
+            "vector_deviation": [each for values, size in vectors for each in values[size : 2 * size]],
+            "waves": list(_WAVES),
+            "scale": _scales([(name, one) for name, each in of.items() for one in each], balanced),
+        }
+        for name, values in buffers.items():
+            self.register_buffer(name, torch.tensor(values, dtype=torch.float32), persistent=False)
+        self.linear = layer(len(buffers["scale"]))
+
+    def forward(self, told: Conditions, count: int, dtype: torch.dtype) -> Tensor:
+        """Return the embedding [B, width] of `count` images; a field that is absent is known of none of them."""
+        parts = []
+        if self._numbers:
+            parts.append(self._of_numbers(self._field(told.numbers, count, self._numbers)))
+        if self._categories:
+            index = self._field(told.categories, count, len(self._categories), -1)
+            parts += [_one_hot(index[:, k], size) for k, size in enumerate(self._categories)]
+        if self._several:
+            several = self._field(told.several, count, sum(self._several))
+            parts += [_with_flag(each) for each in torch.split(several, self._several, 1)]
+        if self._vectors:
+            vectors = self._field(told.vectors, count, sum(self._vectors))
+            standard = (vectors - self.vector_mean) / self.vector_deviation
+            parts += [_with_flag(each) for each in torch.split(standard, self._vectors, 1)]
+        embedding: Tensor = self.linear((torch.cat(parts, 1) * self.scale).to(dtype))
+        return embedding
+
+    def _field(self, values: Tensor | None, count: int, width: int, hidden: float = float("nan")) -> Tensor:
+        if values is None:
+            values = self.scale.new_full((count, width), hidden)
+        return values
+
+    def _of_numbers(self, numbers: Tensor) -> Tensor:
+        known = numbers.isfinite()
+        standard = torch.where(known, (numbers - self.number_mean) / self.number_deviation, 0)[:, :, None]
+        angle = standard * self.waves
+        features = torch.cat([standard, angle.sin(), angle.cos()], 2) * known[:, :, None]
+        return torch.cat([features, (~known)[:, :, None]], 2).flatten(1)
+
+
+def _one_hot(index: Tensor, size: int) -> Tensor:
+    """Return [B, size + 1], the last for an index of -1."""
+    place = torch.arange(size + 1, device=index.device)
+    return (index.where(index >= 0, size)[:, None] == place).float()
+
+
+def _with_flag(values: Tensor) -> Tensor:
+    """Return values [B, K] and, last, whether they are not known: then all of them are 0."""
+    known = values.isfinite().all(1, keepdim=True)
+    return torch.cat([torch.where(known, values, 0), ~known], 1)
+
+
+# Mean of the sum of the squares of the features of a column, by its kind: of a number itself and five waves.
+_POWER: dict[str, Callable[[ColumnFacts], float]] = {
+    "number": lambda facts: (NUMBER_INPUTS - 2) / 2 + 1,
+    "category": lambda facts: 1.0,
+    "several": lambda facts: max(1.0, len(facts.categories) / 2),
+    "vector": lambda facts: len(facts.statistics) / 4,
+}
+
+
+def _scales(columns: Sequence[tuple[str, ColumnFacts]], balanced: bool) -> list[float]:
+    """Return the factor of each input; see `ColumnEmbedding`."""
+    inputs = [kind_of(name).inputs(one) for name, one in columns]
+    powers = [_POWER[name](one) if balanced else sum(inputs) / len(columns) for name, one in columns]
+    shares = [(sum(inputs) / len(columns) / power) ** 0.5 for power in powers]
+    return [share for share, size in zip(shares, inputs) for _ in range(size)]
