@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from PIL import Image
 import unfog
 from conftest import TRANSFORMER
 from hostile import npy_with
+from unfog.checks.run.run_checks import check_run
 from unfog.cli.main import main
 from unfog.config.requests.pack import PackRequest
+from unfog.config.schema import Config
 from unfog.data.full_depth.choice import choose_kept
 from unfog.data.packs.pack import Pack
 from unfog.data.prepare import prepare
@@ -23,10 +26,15 @@ from unfog.data.sources.image_objects import Storing
 from unfog.data.sources.registry import open_source
 from unfog.data.sources.stored_images import StoredImages
 from unfog.errors import RequestError
+from unfog.evaluation.value_metrics import VALUE_METRICS
 from unfog.inference.compare_images import Comparison
+from unfog.pipeline.generate import sample_grid, view_grid
 from unfog.pipeline.load_data import _warn_of_no_effect
 from unfog.pipeline.pack import pack
+from unfog.process.run_folder import RunFolder
+from unfog.reporting.report import write_report
 from unfog.values import value_maps
+from unfog.values.colour_map import colour_table
 from unfog.values.image_format import ImageFormat, StoredValues
 
 RNG = np.random.default_rng(0)
@@ -285,6 +293,33 @@ def test_a_range_is_said_to_change_nothing_only_where_it_does(
         assert said in found if said else not found
 
 
+def test_one_channel_has_a_colour_map_and_a_bar_of_its_values() -> None:
+    table = colour_table("viridis")
+    published = {0: (68, 1, 84), 64: (59, 82, 139), 128: (33, 145, 140), 192: (94, 201, 98), 255: (253, 231, 37)}
+    assert all(np.abs(table[i] - np.array(colour)).max() <= 2 for i, colour in published.items())
+    assert np.array_equal(colour_table("grey")[:, 0], np.arange(256))
+    maps = value_maps.fit("minmax", planes(FIELDS))
+    config = Config(
+        data=Data(size="16x12", channels=4, dtype="float32", map="minmax", map_values=value_maps.flat(maps))
+    )
+    grey, coloured = (config.with_view(view).view(FIELDS) for view in ("2", "2:viridis"))
+    assert np.array_equal(table[grey[..., 0]], coloured)
+    grid = sample_grid(coloured, ())
+    with_bar = view_grid(config.with_view("2:viridis"), FIELDS, ())
+    height = len(grid)
+    assert np.array_equal(with_bar[:height], grid)
+    bar = with_bar[height + 8]
+    assert np.array_equal(bar[[0, -1]], table[[0, 255]])
+    assert config.image_format.stored_value(2, 1.0) == pytest.approx(FIELDS[..., 2].max())
+    assert len(view_grid(config.with_view("3,2,1"), FIELDS, ())) > height, "a line with the values of the colours"
+    for wrong in ("0:jet", "3,2,1:viridis", "viridis", "0:"):
+        with pytest.raises(RequestError, match="give such as"):
+            config.with_view(wrong)
+    pictures = RNG.integers(0, 255, (4, 16, 16, 3)).astype(np.uint8)
+    of_pictures = Config(data=Data(size=16, channels=3))
+    assert np.array_equal(view_grid(of_pictures, pictures, ()), sample_grid(pictures, ()))
+
+
 def test_views_show_one_channel_or_three() -> None:
     maps = value_maps.fit("minmax", planes(FIELDS))
     format = ImageFormat(4, 12, 16, StoredValues("float32", maps=maps))
@@ -359,9 +394,51 @@ def test_pipelines_edits_and_metrics_of_pictures_are_refused(tmp_path: Path) -> 
         run.evaluate("kid", n=10)
 
 
+@pytest.mark.slow
+def test_values_are_measured_in_training_by_evaluate_by_the_doctor_and_in_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = ",".join(VALUE_METRICS)
+    evaluate = {"every": 2, "metrics": [*VALUE_METRICS], "samples": 10, "metrics_every": 2}
+    run = unfog.train(saved(tmp_path, FIELDS), out=tmp_path / "run", **TINY | {"evaluate": evaluate})
+    last = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert all(last[name] > 0 and last[f"{name}_real"] > 0 for name in VALUE_METRICS)
+    assert run.evaluate(values, n=10)["correlation"].real_high < 1
+
+    with pytest.raises(RequestError, match=r"inception.*mean nothing"):
+        run.evaluate(n=10, features="inception")
+    found = run.evaluate(n=10)
+    parts = [f"{name}_{c}" for name in VALUE_METRICS[:2] for c in range(4)]
+    assert {one.metric for one in found.measured} == {*VALUE_METRICS, *parts}
+    assert found.verdict.startswith("The samples are farther from real images")
+    folder = next(path for path in (run.path / "evaluations").iterdir() if (path / "spectrum-3.svg").is_file())
+    assert (folder / "histogram-0.svg").read_text().startswith("<svg xmlns")
+    assert run.evaluate(n=10).measured == found.measured
+    assert "measured before" in capsys.readouterr().err
+
+    report = write_report(run.path).read_text()
+    assert "histogram of channel 3" in report
+    codes = {finding.code: finding for finding in check_run(RunFolder(run.path), "cpu", samples=12)}
+    assert {f"run.{name}" for name in VALUE_METRICS} <= {*codes}
+    assert "halves of as many training images" in codes["run.spectrum"].evidence
+
+
+@pytest.mark.slow
+def test_arrays_are_compared_without_a_run(tmp_path: Path) -> None:
+    found = unfog.evaluate(FIELDS[:12], saved(tmp_path, FIELDS), device="cpu")
+    assert {*VALUE_METRICS} <= {one.metric for one in found.measured}
+    assert len(found.curves) == 8
+    shifted = unfog.evaluate(FIELDS[:12] / 2, FIELDS, "histogram,correlation", device="cpu")
+    assert shifted["histogram"].value > shifted["histogram"].real_high
+    with pytest.raises(RequestError, match=r"4 channels.*2 channels"):
+        unfog.evaluate(FIELDS[:12], FIELDS[..., :2], device="cpu")
+    pictures = RNG.integers(0, 255, (24, 8, 8, 3)).astype(np.uint8)
+    assert unfog.evaluate(pictures[:12], pictures, "spectrum", device="cpu")["spectrum_2"].features == "blue"
+
+
 def test_metrics_of_pictures_are_refused_for_any_set_of_other_values(tmp_path: Path) -> None:
     made = prepare(open_source(saved(tmp_path, FIELDS)), Data(cache="memory"))
-    with pytest.raises(RequestError, match="4 channels of float32"):
+    with pytest.raises(RequestError, match=r"4 channels of float32.*spectrum"):
         Comparison(("sliced",), None, made.train, np.arange(10))
     assert Comparison(("held_out",), None, made.train, np.arange(10)).real_features is None
 

@@ -50,7 +50,7 @@ def test_memory_is_bounded_without_changing_a_figure(monkeypatch: pytest.MonkeyP
 
 
 def test_the_transform_is_orthonormal_and_that_of_its_definition():
-    matrix = detail._dct(9)
+    matrix = detail.dct(9)
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(9, dtype=torch.float64), rtol=0, atol=1e-12)
     expected = math.sqrt(2 / 9) * math.cos(math.pi / 9 * (4 + 0.5) * 3)
     assert float(matrix[3, 4]) == pytest.approx(expected)

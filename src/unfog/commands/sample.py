@@ -137,7 +137,7 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
             animation.save(request.animate, folder.first(MOST_SAMPLES))
         if measurement is not None:
             write_posterior(folder, run.config, measurement)
-        write_grid(folder, _edited(edit, run.config.image_format) if edit else (), strip)
+        write_grid(folder, run.config, _edited(edit, run.config.image_format) if edit else (), strip)
     return out
 
 
@@ -206,17 +206,20 @@ def _edited(edit: Edit, format: ImageFormat) -> list[Pixels]:
     return first
 
 
-def write_grid(folder: SampleFolder, edited: Sequence[Pixels] = (), strip: DenoisingStrip | None = None) -> None:
+def write_grid(
+    folder: SampleFolder, config: Config, edited: Sequence[Pixels] = (), strip: DenoisingStrip | None = None
+) -> None:
     """Write grid.png of the first thousand samples, and strip.png if sampling was observed; the folder is done then.
 
     The samples of an edit come after `edited`, its image and mask.
     """
-    from unfog.pipeline.generate import sample_grid
+    from unfog.pipeline.generate import sample_grid, with_legend
 
     if folder.count > _MAX_IN_GRID:
         say(f"  grid.png shows the first {_MAX_IN_GRID:,} of {folder.count:,} samples")
     first = folder.first(_MAX_IN_GRID)
     image = grid(np.concatenate([np.stack(edited), first])) if edited else sample_grid(first, folder.names)
+    image = with_legend(image, config)
     captioned = with_caption(image, folder.settings) if folder.settings else image
     save_png(folder.path / "grid.png", folder.path, captioned)
     if strip is not None:

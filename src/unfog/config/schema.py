@@ -217,11 +217,11 @@ class Config:
 
     def view(self, images: NDArray[Any]) -> NDArray[np.uint8]:
         """Return pictures uint8 [N, H, W, 3] of stored images [N, H, W, C], by `preview.view`."""
-        return self.image_format.view(images, parse_view(self.preview.view))
+        return self.image_format.view(images, *parse_view(self.preview.view))
 
     def with_view(self, view: str) -> Config:
         """Return the settings with another `preview.view`. RequestError if the images do not have such channels."""
-        check_view(parse_view(view), self.data.channels)
+        check_view(parse_view(view).channels, self.data.channels)
         return replace(self, preview=replace(self.preview, view=view))
 
     @property

@@ -42,6 +42,10 @@ class MetricResult:
     """How the images were sampled: sampler, steps, seed, weights; for the caller to add (`dataclasses.replace`)."""
     real: float | None = None
     """The same metric of real images against other real images; None if it was not measured. As `drawn`."""
+    real_low: float | None = None
+    """The least of `real` over random halves of the real images; None without halves."""
+    real_high: float | None = None
+    """The largest of `real` over random halves."""
 
     def __str__(self) -> str:
         value = "refused" if self.value is None else f"{self.value:.4g}"

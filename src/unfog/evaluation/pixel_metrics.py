@@ -232,7 +232,7 @@ def _ratio(name: str, where: str, real: Tensor, fake: Tensor, floors: Sequence[f
 
 def _powers(images: Tensor, of: Sequence[float] = ()) -> Iterator[Tensor]:
     """Yield the power of each coefficient, float64 [n, H, W], of parts of the images; its sum is the mean square."""
-    rows, columns = (_dct(side).to(images.device) for side in images.shape[2:])
+    rows, columns = (dct(side).to(images.device) for side in images.shape[2:])
     channels, pixels = images.shape[1], images.shape[2] * images.shape[3]
     weights = torch.tensor(of or luma_weights(channels), dtype=torch.float64, device=images.device)
     for part in torch.split(images, max(1, _VALUES // (channels * pixels))):
@@ -243,7 +243,7 @@ def _powers(images: Tensor, of: Sequence[float] = ()) -> Iterator[Tensor]:
         yield power
 
 
-def _dct(n: int) -> Tensor:
+def dct(n: int) -> Tensor:
     """Return the matrix of the orthonormal DCT-II, float64 [n, n]."""
     k, i = torch.arange(n, dtype=torch.float64)[:, None], torch.arange(n, dtype=torch.float64)
     matrix = (math.pi / n * (i + 0.5) * k).cos() * math.sqrt(2 / n)

@@ -6,7 +6,7 @@ Training, `evaluate`, `ema-sweep` and the doctor all compare samples here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,12 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unfog.config.requests.evaluate import LOSSES, ON_REQUEST
+from unfog.config.requests.evaluate import LOSSES, ON_REQUEST, VALUES
 from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.errors import RequestError
 from unfog.evaluation.features import Features, PixelSource, Ranks, compute_features, compute_statistics
 from unfog.evaluation.metrics import MetricResult, check_count, compare_features
 from unfog.evaluation.pixel_metrics import PIXEL_METRICS, compare_pixels, radial_spectrum
+from unfog.evaluation.value_metrics import Curve, RealImages
 from unfog.reporting.charts import line_chart
 from unfog.reporting.progress import Progress
 from unfog.training.distributed.world import SINGLE_PROCESS, World
@@ -78,16 +79,17 @@ class Comparison:
     """Rows of the reference images whose features are compared."""
     world: World = SINGLE_PROCESS
     """The ranks that share the computation of features."""
+    wrap: str = ""
+    """Axes along which images continue at their other side: "", "x", "y" or "xy"."""
+    _prepared: dict[int, RealImages] = field(default_factory=dict, repr=False)
+    """Real images by the number of samples that are compared with them."""
 
     def __post_init__(self) -> None:
         pixels = self.reference.pixels
         dtype = np.dtype(getattr(pixels, "dtype", np.uint8))
         picture = pixels.shape[1] in CHANNELS and dtype == np.uint8
-        if not picture and not set(self.metrics) <= {*LOSSES}:
-            raise RequestError(
-                f"{', '.join(self.metrics)} compare pictures of 8 bits, and these images have "
-                f"{describe_channels(pixels.shape[1])} of {dtype}; held-out losses compare runs on them"
-            )
+        if not picture:
+            check_for_values(self.metrics, f"{describe_channels(pixels.shape[1])} of {dtype}")
 
     @property
     def real(self) -> ImageRows:
@@ -127,7 +129,7 @@ class Comparison:
             baseline: also measure real images against other real images.
         """
         found: dict[str, list[MetricResult]] = {}
-        names = [name for name in self.metrics if name not in (*PIXEL_METRICS, *LOSSES)]
+        names = [name for name in self.metrics if name not in (*PIXEL_METRICS, *VALUES, *LOSSES)]
         features, real = self.features, self.real_features
         if features is not None and real is not None and fake is not None and names:
             known = compute_statistics(real, features, self.real.key) if "fid" in names else None
@@ -139,6 +141,9 @@ class Comparison:
         if by_pixels := [name for name in self.metrics if name in PIXEL_METRICS]:
             pixels = self._pixels_of_both(samples)
             found |= {name: _measure_pixels(name, *pixels, baseline) for name in by_pixels}
+        if by_values := [name for name in self.metrics if name in VALUES]:
+            # Real images against real images are measured in any case: such values mean little without them.
+            found |= self._real_images(samples).compare(by_values, samples)
         return {name: found[name] for name in self.metrics if name in found}
 
     def spectra(self, samples: PixelSource) -> dict[str, list[float]]:
@@ -147,17 +152,45 @@ class Comparison:
             return {}
         return luma_spectra(*self._pixels_of_both(samples))
 
+    def curves(self, samples: PixelSource) -> list[Curve]:
+        """Return spectra and histograms of channels, of real images and of samples, if these metrics are measured."""
+        names = [name for name in self.metrics if name in VALUES]
+        return self._real_images(samples).curves(names, samples) if names else []
+
+    def _real_images(self, samples: PixelSource) -> RealImages:
+        """Return twice as many real images as samples, or all of them, with their halves; computed once."""
+        count = min(len(samples), _MOST_PIXELS)
+        if count not in self._prepared:
+            rows = evenly_spaced(len(self.reference), 2 * count)
+            halves = len(rows) >= 2 * FEWEST_COMPARED
+            rows = rows[: len(rows) - len(rows) % 2] if halves else rows[:count]
+            self._prepared[count] = RealImages(ImageRows(self.reference, rows), halves, self.wrap)
+        _check_shapes(self._prepared[count].shape, samples[0:1].shape[1:])
+        return self._prepared[count]
+
     def _pixels_of_both(self, samples: PixelSource) -> tuple[Tensor, Tensor]:
         """Return pixels of real images and of as many samples, uint8 [N, C, H, W]."""
         # One of the metrics sorts both sets against each other, so they must be of equal size.
         count = min(len(samples), _MOST_PIXELS, len(self.reference))
         real = np.ascontiguousarray(self.reference.pixels[evenly_spaced(len(self.reference), count)])
         fake = samples[0:count]
-        if real.shape[1:] != fake.shape[1:]:
-            raise RequestError(
-                f"the reference has images {list(real.shape[1:])}, and the samples are {list(fake.shape[1:])}"
-            )
+        _check_shapes(real.shape[1:], fake.shape[1:])
         return torch.from_numpy(real), torch.from_numpy(fake)
+
+
+def _check_shapes(real: tuple[int, ...], samples: tuple[int, ...]) -> None:
+    if real != samples:
+        raise RequestError(f"the reference has images {list(real)}, and the samples are {list(samples)}")
+
+
+def check_for_values(metrics: Sequence[str], kind: str) -> None:
+    """Raise RequestError if one of the metrics is of pictures of 8 bits; `kind` names the images, which are none."""
+    wrong = [name for name in metrics if name not in (*VALUES, *LOSSES)]
+    if wrong:
+        raise RequestError(
+            f"{', '.join(wrong)} compare pictures of 8 bits, grey or RGB, and these images have {kind}; give "
+            f"{','.join(VALUES)}, which compare any values, or held_out"
+        )
 
 
 def _measure_pixels(name: str, real: Tensor, fake: Tensor, baseline: bool) -> list[MetricResult]:
@@ -205,6 +238,7 @@ def verdict(measured: Sequence[MetricResult], copies: Sequence[Mapping[str, Any]
     real images reach against other real images.
     """
     known = {one.metric: one for one in measured if one.value is not None and one.real is not None}
+    of_values = [known[name] for name in VALUES if name in known]
     distance = next((known[name] for name in _DISTANCES if name in known), None)
     shares = [known[name] for name in ("precision", "recall") if name in known]
     if len(shares) == 2:
@@ -212,17 +246,28 @@ def verdict(measured: Sequence[MetricResult], copies: Sequence[Mapping[str, Any]
         said = _JUDGED[looks_real, varied] if _reached(shares[1], _ALIKE) else _COLLAPSED
     elif distance is not None:
         said = _NEAR if _near(distance) else _FAR
+    elif of_values:
+        shares = of_values
+        said = _NEAR if all(map(_near, of_values)) else _FAR
     else:
         return ""
-    evidence = [f"{one.metric} {one.value:.3g} (real images {one.real:.3g})" for one in (*shares, distance) if one]
+    evidence = [f"{one.metric} {one.value:.3g} (real images {real_text(one)})" for one in (*shares, distance) if one]
     copied = "; some are nearly copies of training images" if any(c["severity"] == "warning" for c in copies) else ""
     return f"{said}: {', '.join(evidence)}{copied}."
+
+
+def real_text(one: MetricResult, digits: int = 3) -> str:
+    """Return the metric of real images against each other: "0.12", or "0.1 to 0.15" of random halves; "" if unknown."""
+    if one.real_low is not None and one.real_high is not None:
+        return f"{one.real_low:.{digits}g} to {one.real_high:.{digits}g}"
+    return "" if one.real is None else f"{one.real:.{digits}g}"
 
 
 def _near(one: MetricResult) -> bool:
     # A kernel distance may be negative; its interval shows whether it exceeds that of real images.
     lowest = one.value if one.low is None else one.low
-    return lowest is not None and one.real is not None and lowest <= max(one.real, one.real / _REACHED)
+    usual = one.real if one.real_high is None else one.real_high
+    return lowest is not None and usual is not None and lowest <= max(usual, usual / _REACHED)
 
 
 def _reached(one: MetricResult, share: float = _REACHED) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,6 +21,7 @@ from unfog.diffusion.noise import NoiseSource
 from unfog.evaluation.features import compute_features
 from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, MeanEstimate
 from unfog.evaluation.metrics import MetricResult, Z
+from unfog.evaluation.value_metrics import Curve
 from unfog.files.safe_files import make_folder, write_atomic
 from unfog.inference.compare_images import FEWEST_COMPARED, reference_rows, spectrum_chart, verdict
 from unfog.inference.evaluation_files import (
@@ -39,7 +40,8 @@ from unfog.inference.memorization import (
     check_memorization_by_pixels,
 )
 from unfog.pipeline.build import build_held_out_set, build_loss_at
-from unfog.pipeline.generate import sample_grid
+from unfog.pipeline.generate import view_grid
+from unfog.reporting.charts import as_file, curve_chart
 from unfog.reporting.findings import Finding
 from unfog.reporting.image_grids import save_png
 from unfog.reporting.progress import Progress
@@ -63,6 +65,7 @@ def compute_metrics(
     generation = _describe_generation(run, setup)
     metrics, copies = list[MetricResult](), list[dict[str, Any]]()
     spectrum: dict[str, list[float]] = {}
+    curves = list[Curve]()
     of_sizes = list[MetricResult]()
     if (mixed := samples.mixed) is not None:
         compared = setup.compared
@@ -70,8 +73,9 @@ def compute_metrics(
         fake = compared.compute_features(mixed, "samples", mixed.key)
         if world.is_main:
             metrics += chain(*compared.measure(mixed, fake, baseline=True).values())
-            spectrum = compared.spectra(mixed)
+            spectrum, curves = compared.spectra(mixed), compared.curves(mixed)
             _draw_spectra(spectrum, out)
+            _draw_curves(curves, out)
             copies += _search_copies(setup, mixed, fake, out)
         if len(samples.parts) > 1:
             of_sizes = _measure_sizes(setup, samples.parts, world)
@@ -80,7 +84,7 @@ def compute_metrics(
     if world.is_main:
         drawn = ", ".join(f"{name} {value}" for name, value in generation.items() if name != "reference")
         metrics = [replace(one, drawn=drawn) for one in metrics] + _held_out_metrics(run, setup)
-    return Evaluation(run.step, generation, metrics, copies, said, spectrum)
+    return Evaluation(run.step, generation, metrics, copies, said, spectrum, [asdict(curve) for curve in curves])
 
 
 def _measure_sizes(setup: EvaluationSetup, samples: Sequence[GeneratedSamples], world: World) -> list[MetricResult]:
@@ -127,10 +131,16 @@ def _draw_spectra(spectrum: Mapping[str, Sequence[float]], out: Path) -> None:
     """Write spectrum.svg, if the spectra were measured, into the folder `out`."""
     if spectrum:
         make_folder(out, out.parents[1])  # RUN/evaluations/NAME
-        chart = spectrum_chart(spectrum)
-        # Inside a page a chart needs no namespace; as a file it does.
-        chart = chart.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
-        write_atomic(out / "spectrum.svg", chart.encode(), out.parents[1], shared=True)
+        write_atomic(out / "spectrum.svg", as_file(spectrum_chart(spectrum)), out.parents[1], shared=True)
+
+
+def _draw_curves(curves: Sequence[Curve], out: Path) -> None:
+    """Write the charts of spectra and histograms of channels, such as histogram-0.svg, into the folder `out`."""
+    if curves:
+        make_folder(out, out.parents[1])  # RUN/evaluations/NAME
+    for curve in curves:
+        name = f"{curve.metric}-{curve.channel}.svg"
+        write_atomic(out / name, as_file(curve_chart(asdict(curve))), out.parents[1], shared=True)
 
 
 def _search_copies(
@@ -138,9 +148,10 @@ def _search_copies(
 ) -> list[dict[str, Any]]:
     """Search for copies of training images by pixels and by features, and save images of the nearest pairs."""
     dataset, some = setup.dataset, samples[0:DRAWN].transpose(0, 2, 3, 1)
+    config = setup.parts[0].run.config
     make_folder(out, out.parents[1])  # RUN/evaluations/NAME
-    save_png(out / "drawn.png", out.parents[1], sample_grid(some[:64], ()))
-    if len(dataset.train) < FEWEST:
+    save_png(out / "drawn.png", out.parents[1], view_grid(config, some[:64], ()))
+    if len(dataset.train) < FEWEST or not config.image_format.is_picture:
         return []
     with Progress("searching copies", len(dataset.train)) as progress:
         found = {"pixels": check_memorization_by_pixels(some, dataset, progress.update)}

@@ -213,7 +213,7 @@ def _build_measure(
     if is_auto(request, "features"):
         name = "inception" if metric == "fid" else "texture"
     features = None if metric in PIXEL_METRICS else open_features(name, device)
-    compared = Comparison((metric,), features, images, evenly_spaced(len(images), n))
+    compared = Comparison((metric,), features, images, evenly_spaced(len(images), n), wrap=config.data.wrapped)
     compared.check_count(metric, n, "--metric")
     # Classes in proportion to the data, or the metric would compare the proportions.
     given = proportional_given(config.conditions, images, n)

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from unfog.config.requests.evaluate import LOSSES, METRICS, ON_REQUEST, EvaluationRequest
+from unfog.config.requests.evaluate import LOSSES, METRICS, ON_REQUEST, VALUES, EvaluationRequest
 from unfog.config.schema import Config
 from unfog.data.bit_depth import FULL_RANGE
 from unfog.data.buckets.joined_set import join_sets
@@ -28,7 +28,7 @@ from unfog.errors import RequestError, RunError
 from unfog.evaluation.feature_networks import inception_path
 from unfog.evaluation.features import Features, delete_features, open_features
 from unfog.evaluation.pixel_metrics import PIXEL_METRICS
-from unfog.inference.compare_images import Comparison, ImageRows, reference_rows, verdict
+from unfog.inference.compare_images import Comparison, ImageRows, check_for_values, reference_rows, verdict
 from unfog.inference.compute_metrics import compute_metrics
 from unfog.inference.evaluation_files import (
     ARITHMETIC,
@@ -56,7 +56,7 @@ from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World, init_world
 from unfog.values.buckets import share_samples
 from unfog.values.condition_format import given_labels
-from unfog.values.image_format import Size, size_of
+from unfog.values.image_format import Size, are_pictures, describe_channels, size_of
 
 _GRIDS = ("grid.png", "strip.png")  # which `unfog sample` writes beside its images
 
@@ -107,11 +107,14 @@ def _resolve_request(
 ) -> EvaluationSetup:
     """Choose what the request left open, and say which metrics are left out."""
     config, n = run.config, request.samples_on(run.device.type)
-    features = open_request_features(request, run.device)
+    picture = config.image_format.is_picture
+    if not picture:
+        _check_no_features(request, str(config.image_format))
+    features = open_request_features(request, run.device) if picture else None
     real, name = _load_reference(run, request, dataset, stop)
     reference = real.train
     metrics = _possible_metrics(run, request, dataset, features)
-    compared = Comparison(metrics, features, reference, reference_rows(reference, n), world)
+    compared = Comparison(metrics, features, reference, reference_rows(reference, n), world, config.data.wrapped)
     if set(request.metrics) == {"fid"}:  # with any other metric, a refused FID is a line of the table
         compared.check_count("fid", n, "--metrics")
     # Held-out losses are of the network alone, for which no guide has to be loaded.
@@ -149,7 +152,7 @@ def _parts(
 
 def open_request_features(request: EvaluationRequest, device: torch.device) -> Features | None:
     """Return the feature network of the request, or the best one at hand; None if no metric needs one."""
-    if all(name in (*PIXEL_METRICS, *LOSSES) for name in request.metrics or METRICS):
+    if all(name in (*PIXEL_METRICS, *VALUES, *LOSSES) for name in request.metrics or METRICS):
         return None
     if not is_auto(request, "features"):
         return open_features(request.features, device)
@@ -210,17 +213,15 @@ def _possible_metrics(
 
     RequestError if a metric of the request is not possible.
     """
-    metrics = request.metrics or tuple(
-        name
-        for name in METRICS
-        if name not in ON_REQUEST and (features is not None or name in (*PIXEL_METRICS, *LOSSES))
-    )
     format = run.config.image_format
-    if not format.is_picture and not set(metrics) <= {*LOSSES}:
+    metrics = (*_usual_metrics(request, format.is_picture, features is not None), *["held_out"] * (not request.metrics))
+    if not format.is_picture:
+        check_for_values(metrics, str(format))
+    if run.config.data.has_unknown and not {*metrics} <= {*LOSSES}:
+        said = "metrics of samples compare whole images, and pixels of these are unknown"
         if request.metrics:
-            named = ", ".join(name for name in metrics if name not in LOSSES)
-            raise RequestError(f"{named} compare pictures of 8 bits, and {run.path} has {format}; give held_out")
-        say(f"metrics of samples are skipped: they compare pictures of 8 bits, and this run has {format}")
+            raise RequestError(f"{said}; give held_out")
+        say(f"metrics of samples are skipped: {said}")
         metrics = tuple(name for name in metrics if name in LOSSES)
     if (reason := run.config.representation.no_bits) and "bits" in metrics:
         raise RequestError(f"{run.path}: {reason}")
@@ -298,7 +299,8 @@ def _open_samples(part: EvaluationPart, setup: EvaluationSetup, key: bytes) -> G
     run, generation = part.run, part.generation
     folder = run.path / "evaluations" / "drawn" / _samples_key(part, setup)
     each = run.config.image_format.nbytes
-    samples = GeneratedSamples(folder, generation.count, generation.batch, run.path, key, each)
+    kind = run.config.image_format.values.dtype
+    samples = GeneratedSamples(folder, generation.count, generation.batch, run.path, key, each, kind)
     if unsealed := samples.count_in(samples.unsealed()):
         where = f"in {folder} were not drawn on this machine, or were changed"
         say(f"{plural(unsealed, 'sample')} {where}; drawing them again")
@@ -363,13 +365,17 @@ def evaluate_images(images: str, request: EvaluationRequest, size: Size, device:
     """
     with init_world() as world, StopSignals() as stop:
         started, name = time.monotonic(), sanitize(request.reference)
-        features = open_request_features(request, choose_device(device))
         samples, reference = load_both(images, request.reference, size, stop)
+        picture = are_pictures(reference.pixels[:1].transpose(0, 2, 3, 1))
+        if not picture:
+            _check_no_features(request, f"{describe_channels(reference.pixels.shape[1])} of float32")
+        features = open_request_features(request, choose_device(device)) if picture else None
         rows = _rows_without_grids(samples)
         check_enough(len(rows), sanitize(images))
         rows = rows[evenly_spaced(len(rows), len(rows) if is_auto(request, "n") else request.n)]
         real = reference_rows(reference, len(rows))
-        compared = Comparison(_metrics(request, features is not None), features, reference, real, world)
+        metrics = _usual_metrics(request, picture, features is not None)
+        compared = Comparison(metrics, features, reference, real, world)
         if set(request.metrics) == {"fid"}:
             # With any other metric beside it, a refused FID is a line of the table and no error.
             compared.check_count("fid", len(rows), "--metrics")
@@ -377,9 +383,10 @@ def evaluate_images(images: str, request: EvaluationRequest, size: Size, device:
         fake = compared.compute_features(generated, "samples", generated.key)
         found = list(chain(*compared.measure(generated, fake, baseline=True).values()))
         drawn = {"images": sanitize(images), "size": size_of(*samples.pixels.shape[2:]), "reference": name}
-        spectrum = compared.spectra(generated)
+        spectrum, curves = compared.spectra(generated), [asdict(curve) for curve in compared.curves(generated)]
         seconds = round(time.monotonic() - started, 1)
-        return Evaluation(None, drawn, found, verdict=verdict(found), spectrum=spectrum, seconds=seconds)
+        said = verdict(found)
+        return Evaluation(None, drawn, found, verdict=said, spectrum=spectrum, curves=curves, seconds=seconds)
 
 
 def load_both(images: str, reference: str, size: Size, stop: StopSignals) -> tuple[ImageSet, ImageSet]:
@@ -392,6 +399,8 @@ def load_both(images: str, reference: str, size: Size, stop: StopSignals) -> tup
             f"{sanitize(reference)} has images of {real.settings.size} pixels and {sanitize(images)} of "
             f"{side}; give the --size that is stored in both, or what a pack was made of"
         )
+    if not (samples.settings.image_format.is_picture and real.settings.image_format.is_picture):
+        return _load_values(images, reference, samples, real, stop)
     channels = [one.train.pixels.shape[1] for one in (samples, real)]
     values = _shared_range(samples, real)
     other = values != samples.settings.range
@@ -401,6 +410,26 @@ def load_both(images: str, reference: str, size: Size, stop: StopSignals) -> tup
         real = _load(reference, Data(size=side, channels=max(channels)), stop)
     check_enough(len(real.train), "the reference")
     return samples.train, real.train
+
+
+def _load_values(
+    images: str, reference: str, samples: Dataset, real: Dataset, stop: StopSignals
+) -> tuple[ImageSet, ImageSet]:
+    """Return both sets with their values kept as float32; `samples` and `real` are as each was loaded by itself."""
+    sets = list[ImageSet]()
+    for source, one in ((images, samples), (reference, real)):
+        data = Data(size=one.settings.size, dtype="float32", channels=one.settings.channels)
+        kept = one if one.settings.dtype == "float32" else _load(source, data, stop)
+        sets.append(kept.train)
+    kinds = [one.pixels.shape[1] for one in sets]
+    if kinds[0] != kinds[1]:
+        raise RequestError(
+            f"{sanitize(images)} has images of {describe_channels(kinds[0])}, and {sanitize(reference)} of "
+            f"{describe_channels(kinds[1])}; only images of the same channels compare (of a folder of `unfog sample`, "
+            "copy the .npy files to a folder of their own)"
+        )
+    check_enough(len(sets[1]), "the reference")
+    return sets[0], sets[1]
 
 
 def _shared_range(samples: Dataset, real: Dataset) -> tuple[float, ...]:
@@ -428,7 +457,18 @@ def _rows_without_grids(samples: ImageSet) -> NDArray[np.int64]:
     return np.array(rows, np.int64)
 
 
-def _metrics(request: EvaluationRequest, has_features: bool) -> tuple[str, ...]:
-    """Return the metrics of the request, or all that are possible without a run."""
-    usual = (name for name in METRICS if name not in (*ON_REQUEST, *LOSSES))
-    return request.metrics or tuple(name for name in usual if has_features or name in PIXEL_METRICS)
+def _usual_metrics(request: EvaluationRequest, picture: bool, has_features: bool) -> tuple[str, ...]:
+    """Return the metrics of the request, or all usual ones of samples, which are pictures of 8 bits or other values."""
+    if request.metrics or not picture:
+        return request.metrics or VALUES
+    usual = (name for name in METRICS if name not in (*ON_REQUEST, *VALUES, *LOSSES))
+    return tuple(name for name in usual if has_features or name in PIXEL_METRICS)
+
+
+def _check_no_features(request: EvaluationRequest, kind: str) -> None:
+    """Raise RequestError if features are given for images of this kind, which have other values than pictures."""
+    if not is_auto(request, "features"):
+        raise RequestError(
+            f"features = {request.features} are of pictures of 8 bits, grey or RGB, and mean nothing for {kind}; omit "
+            f"them: {', '.join(VALUES)} compare any values"
+        )

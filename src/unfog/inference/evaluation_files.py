@@ -23,7 +23,7 @@ from unfog.errors import RunError
 from unfog.evaluation.metrics import MetricResult
 from unfog.files.safe_files import LARGEST_TEXT, make_folder, read_file, write_atomic
 from unfog.files.seals import is_sealed, seal_of, seal_of_object
-from unfog.inference.compare_images import Comparison
+from unfog.inference.compare_images import Comparison, real_text
 from unfog.inference.loaded_run import LoadedRun
 from unfog.pipeline.generate import GenerationSettings
 from unfog.reporting.image_grids import Pixels
@@ -89,6 +89,8 @@ class Evaluation:
     """How near the samples are to real images, in a sentence."""
     spectrum: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Radial spectra of luma: `frequency` over Nyquist's, mean power of `generated` and `real`; {} if not measured."""
+    curves: Sequence[Mapping[str, Any]] = ()
+    """Spectra and histograms of channels, as fields of `evaluation.value_metrics.Curve`."""
     seconds: float = 0.0
     asked: Mapping[str, Any] = field(default_factory=dict)
 
@@ -159,12 +161,11 @@ def _table_row(one: MetricResult) -> tuple[str, ...]:
     within = "" if one.low is None or one.high is None else f"{one.low:.4g} to {one.high:.4g}"
     value = "refused" if one.value is None else f"{one.value:.4g}"
     reference = f"{one.n_reference:,}" if one.n_reference else "-"
-    real = "" if one.real is None else f"{one.real:.4g}"
-    return one.metric, value, within, real, f"{one.n:,}", reference, one.features, one.resize
+    return one.metric, value, within, real_text(one, 4), f"{one.n:,}", reference, one.features, one.resize
 
 
 class GeneratedSamples:
-    """The first `count` samples of a seed, uint8 [N, C, H, W] by slices: a folder with one file for each `chunk`.
+    """The first `count` samples of a seed, [N, C, H, W] by slices: a folder with one file for each `chunk`.
 
     A file is complete or absent. A larger `count` keeps the files of a smaller one, except a shorter last chunk. The
     run may come from a stranger, so a file counts only if it has the seal of `key`: others are generated again.
@@ -173,8 +174,10 @@ class GeneratedSamples:
     # A chunk is one batch of the sampler. Floating-point sums depend on the neighbours in a batch, so a chunk that
     # was cut is generated again as a whole; then every sample is the same to the bit, on whichever rank.
 
-    def __init__(self, folder: Path, count: int, chunk: int, root: Path, key: bytes, image_bytes: int):
-        self.folder, self.count, self.chunk = folder, count, chunk
+    def __init__(
+        self, folder: Path, count: int, chunk: int, root: Path, key: bytes, image_bytes: int, dtype: str = "uint8"
+    ):
+        self.folder, self.count, self.chunk, self.dtype = folder, count, chunk, np.dtype(dtype)
         self._root, self._key = root, key  # below the root no link is followed
         self._largest = (chunk * image_bytes) + _HEADER_BYTES
 
@@ -186,7 +189,7 @@ class GeneratedSamples:
         """Name of these samples in the cache of features."""
         return f"{self.folder.name} sealed"
 
-    def __getitem__(self, key: slice) -> NDArray[np.uint8]:
+    def __getitem__(self, key: slice) -> NDArray[Any]:
         first, last, _ = key.indices(self.count)
         parts = []
         for start in range(first - first % self.chunk, last, self.chunk):
@@ -194,7 +197,7 @@ class GeneratedSamples:
             if samples is None:
                 raise RunError(f"{self._file(start)} is missing; repeat the command, which generates it again")
             parts.append(samples[max(0, first - start) : last - start])
-        return np.concatenate(parts) if parts else np.zeros((0, 1, 1, 1), np.uint8)
+        return np.concatenate(parts) if parts else np.zeros((0, 1, 1, 1), self.dtype)
 
     def missing(self) -> list[int]:
         """Return the number of the first sample of each missing chunk."""
@@ -215,7 +218,7 @@ class GeneratedSamples:
         """Generate the missing chunks, each rank its share; return when all are there.
 
         Args:
-            generate: (first sample, count) -> uint8 [n, H, W, C].
+            generate: (first sample, count) -> [n, H, W, C] of `dtype`.
             world: the ranks, which share the folder.
             progress: called with the number of samples that are done on all ranks, estimated from this one.
 
@@ -239,24 +242,25 @@ class GeneratedSamples:
     def _file(self, start: int) -> Path:
         return self.folder / f"{start:08d}.safetensors"
 
-    def _load(self, start: int) -> NDArray[np.uint8] | None:
+    def _load(self, start: int) -> NDArray[Any] | None:
         """Return a chunk; None if it is missing, not sealed or has too few samples."""
         samples = self._sealed(start)
         # The last chunk has more than needed after an evaluation with more samples.
         return None if samples is None or len(samples) < self._size(start) else samples
 
-    def _sealed(self, start: int) -> NDArray[np.uint8] | None:
+    def _sealed(self, start: int) -> NDArray[Any] | None:
         """Return the samples of a file; None if it is missing, or not as this key has sealed it."""
         with suppress(OSError, ValueError, SafetensorError, KeyError):
             stored = load(read_file(self._file(start), self._root, self._largest))
-            samples: NDArray[np.uint8] = stored["pictures"]
-            known = samples.dtype == np.uint8 and samples.ndim == 4
+            samples: NDArray[Any] = stored["pictures"]
+            known = samples.dtype == self.dtype and samples.ndim == 4
             if known and hmac.compare_digest(stored["seal"].tobytes(), self._seal(start, samples)):
                 return samples
         return None
 
-    def _seal(self, start: int, samples: NDArray[np.uint8]) -> bytes:
-        name = f"{self.folder.name} {start} {samples.shape}"
+    def _seal(self, start: int, samples: NDArray[Any]) -> bytes:
+        kind = f" {samples.dtype}" * (samples.dtype != np.uint8)
+        name = f"{self.folder.name} {start} {samples.shape}{kind}"
         return seal_of(self._key, name, np.ascontiguousarray(samples).tobytes())
 
     def _write(self, start: int, samples: Pixels) -> None:

@@ -190,8 +190,8 @@ class Run(LoadedRun):
     def view(self, samples: NDArray[Any], channels: str = "") -> NDArray[np.uint8]:
         """Return pictures uint8 [n, H, W, 3] of samples [n, H, W, C] of a run that keeps the values of its arrays.
 
-        `channels` are one, such as "0", or three for red, green and blue, such as "3,2,1"; "" shows those of
-        `preview.view`. RequestError if there are no such channels.
+        `channels` are one, such as "0" or "0:viridis", or three for red, green and blue, such as "3,2,1"; "" shows
+        those of `preview.view`. RequestError if there are no such channels.
         """
         config = self.config.with_view(channels) if channels else self.config
         return config.view(np.asarray(samples))

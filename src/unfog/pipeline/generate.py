@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,12 +24,22 @@ from unfog.diffusion.sampler import TWO_CALLS, Denoise, Observe, Sampler
 from unfog.diffusion.steps import PURE_NOISE, Watch
 from unfog.errors import RequestError
 from unfog.pipeline.latents import ImageMap
-from unfog.reporting.image_grids import GAP, Pixels, grid, printable_name, with_column_captions
+from unfog.reporting.image_grids import (
+    GAP,
+    Pixels,
+    grid,
+    printable_name,
+    with_bar,
+    with_caption,
+    with_column_captions,
+)
 from unfog.training.precision import DTYPES, default_memory_format, drawing_precision
 from unfog.training.settings import SamplingPrecision
+from unfog.values.colour_map import colour_table
 from unfog.values.columns import CLASS
 from unfog.values.condition_format import ConditionFormat, Given
 from unfog.values.conditions import NO_CONDITIONS, Conditions
+from unfog.values.image_format import channel_names, parse_view
 
 
 @dataclass(frozen=True)
@@ -248,6 +259,34 @@ def sample_grid(samples: Pixels, names: Sequence[str]) -> Pixels:
     body = grid(samples, len(names))
     cell = (body.shape[1] + GAP) // len(names) - GAP
     return with_column_captions(body, [printable_name(name, str(i)) for i, name in enumerate(names)], cell)
+
+
+def view_grid(config: Config, samples: NDArray[Any], names: Sequence[str]) -> Pixels:
+    """Return `sample_grid` of samples [N, H, W, C] as `preview.view` shows them, with the values that colours mean."""
+    return with_legend(sample_grid(config.view(samples), names), config)
+
+
+def with_legend(picture: Pixels, config: Config) -> Pixels:
+    """Return a picture of images in `preview.view` with its values in the units of the source; pictures need none.
+
+    One channel has a bar of its colours below. Three have a line above, with the values from -1 to 1 of the model.
+    """
+    format = config.image_format
+    if format.is_picture:
+        return picture
+    channels, colours = parse_view(config.preview.view)
+    shown = format.shown(channels)
+    if len(shown) == 1:
+        values = [f"{format.stored_value(shown[0], x):.4g}" for x in (-1.0, 0.0, 1.0)]
+        return with_bar(picture, colour_table(colours), values)
+    ends = [(f"{format.stored_value(c, -1.0):.4g}", f"{format.stored_value(c, 1.0):.4g}") for c in shown]
+    return with_caption(
+        picture,
+        [
+            f"{name} channel {c}: {' to '.join(both)}"
+            for name, c, both in zip(channel_names(3), shown, ends, strict=True)
+        ],
+    )
 
 
 _GOLDEN = (5**0.5 - 1) / 2

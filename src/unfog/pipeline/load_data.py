@@ -170,9 +170,16 @@ def _check_for_pictures(config: Config, data: Data) -> None:
         raise RequestError(f"data.aspect = keep scales pictures, and these images are {kind}; omit it")
     if config.autoencoder_folder or config.autoencoder.factor:
         raise RequestError(f"autoencoders take pictures, and these images are {kind}; train on their values instead")
-    if config.evaluate.metrics:
+    if config.evaluate.metrics and data.has_unknown:
         raise RequestError(
-            f"evaluate.metrics compare pictures, and these images are {kind}; omit them: the held-out loss is measured"
+            "evaluate.metrics compare whole images, and pixels of these are unknown; omit them: the held-out loss is "
+            "measured"
+        )
+    values = config.evaluate.VALUES
+    if wrong := [name for name in config.evaluate.metrics if name not in values]:
+        raise RequestError(
+            f"evaluate.metrics = {', '.join(wrong)} compare pictures, and these images are {kind}; give "
+            f"{','.join(values)}, or omit them: the held-out loss is measured"
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,15 @@ _WIDTH, _HEIGHT = 520, 290  # on a phone the text is still readable
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 34, 46
 # Okabe and Ito's blue, orange, green and purple, moved to contrast with white and with black alike.
 _COLOURS = ("#2f7fd0", "#d9822b", "#1f9d76", "#b565b0", "#8a8f98")
+
+
+class Band(NamedTuple):
+    """An area between two lines."""
+
+    name: str
+    x: Sequence[float] | Floats
+    low: Sequence[float] | Floats
+    high: Sequence[float] | Floats
 
 
 @dataclass(frozen=True)
@@ -53,20 +63,24 @@ def line_chart(
     zero_y: bool = False,
     title: str = "",
     faint: Collection[str] = (),
+    log_x: bool = False,
+    band: Band | None = None,
 ) -> str:
     """Draw series, name -> (x, y), as one `<svg>` element; "" if there is no point to show.
 
     A nan or infinite y, or one that is not positive where `log_y`, is a gap. `zero_y`: the y axis begins at
     zero. `faint` series are drawn pale, in the colour of the series after them (the raw values under their
-    smoothed line). `title` is read by screen readers, and defaults to "y over x".
+    smoothed line). `title` is read by screen readers, and defaults to "y over x". `band` is an area behind the
+    lines, in the colour of the last one.
     """
     lines = {name: _points(x, y, log_y) for name, (x, y) in series.items()}
     lines = {name: xy for name, xy in lines.items() if np.isfinite(xy[1]).any()}
     if not lines:
         return ""
     shown = [xy[:, np.isfinite(xy[1])] for xy in lines.values()]
-    x_axis = _Axis(*_limits(np.concatenate([xy[0] for xy in shown])), _LEFT, _WIDTH - _RIGHT)
-    y_values = np.concatenate([xy[1] for xy in shown])
+    x_axis = _Axis(*_limits(np.concatenate([xy[0] for xy in shown]), log=log_x), _LEFT, _WIDTH - _RIGHT, log_x)
+    edges = [] if band is None else [_points(band.x, y, log_y) for y in (band.low, band.high)]
+    y_values = np.concatenate([xy[1][np.isfinite(xy[1])] for xy in (*shown, *edges)])
     low, high = _limits(y_values, margin=0.06, log=log_y)
     # Only where nothing would be cut off.
     if zero_y and y_values.min() >= 0:
@@ -74,11 +88,31 @@ def line_chart(
     y_axis = _Axis(low, high, _HEIGHT - _BOTTOM, _TOP if len(lines) > 1 else _TOP - 20, log_y)
     colours = _colours(list(lines), faint)
     body = [_frame(x_axis, y_axis, x_name, y_name)]
+    if band is not None:
+        body.append(_area((x_axis, y_axis), edges[0], edges[1], band.name, list(colours.values())[-1]))
     for name, points in lines.items():
         body.append(_line((x_axis, y_axis), points, name, colours[name], name in faint))
     if len(lines) > 1:
         body.append(_legend(colours, faint))
     return _svg(body, title or f"{y_name} over {x_name}")
+
+
+def curve_chart(curve: Mapping[str, Any], name: str = "") -> str:
+    """Return the chart of a `Curve` of `evaluation.value_metrics`, given as its fields; `name` is of the channel."""
+    x, spectrum = curve["x"], curve["metric"] == "spectrum"
+    series = {"generated": (x, curve["generated"]), "real, area: random halves": (x, curve["real"])}
+    names = ("frequency, 1 = highest along a row", "power") if spectrum else ("value", "density")
+    of = f"{names[1]} of {name or 'channel ' + str(curve['channel'])}"
+    band = Band("range of random halves of the real images", x, curve["low"], curve["high"])
+    return line_chart(series, names[0], of, log_y=spectrum, zero_y=not spectrum, log_x=spectrum, band=band)
+
+
+def as_file(chart: str) -> bytes:
+    """Return the SVG of a chart as a file, on white."""
+    # Inside a page a chart needs no namespace; as a file it does.
+    background = f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>'
+    head, end, rest = chart.partition("</title>")
+    return (head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1) + end + background + rest).encode()
 
 
 def bar_chart(values: Sequence[float] | Floats, names: Sequence[str], x_name: str, y_name: str) -> str:
@@ -234,6 +268,15 @@ def _frame(x_axis: _Axis, y_axis: _Axis, x_name: str, y_name: str, x_values: Seq
     turned = f'transform="translate(13 {(top + bottom) / 2}) rotate(-90)"'
     texts.append(f'<text {turned} text-anchor="middle">{escape(y_name)}</text>')
     return f'<g stroke="currentColor">{"".join(rules)}</g><g fill-opacity="0.75">{"".join(texts)}</g>'
+
+
+def _area(axes: tuple[_Axis, _Axis], low: Floats, high: Floats, name: str, colour: str) -> str:
+    """The area between the lines through points [2, n] each, where both can be shown."""
+    seen = np.isfinite(low[1]) & np.isfinite(high[1])
+    there, back = (axes[0](low[0, seen]), axes[1](low[1, seen])), (axes[0](high[0, seen]), axes[1](high[1, seen]))
+    points = [*zip(*there), *list(zip(*back))[::-1]]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polygon points="{path}" fill="{colour}" fill-opacity="0.3"><title>{escape(name)}</title></polygon>'
 
 
 def _line(axes: tuple[_Axis, _Axis], points: Floats, name: str, colour: str, pale: bool) -> str:

@@ -27,6 +27,7 @@ _PAPER, _INK = 255, 64
 _FONT_SIZE = 12
 GAP = 2  # white pixels between the images of a grid
 _LINE = _FONT_SIZE + 8
+_BAR = 10  # height of a bar of colours
 
 
 def grid(
@@ -121,6 +122,19 @@ def with_caption(body: Pixels, parts: Sequence[str]) -> Pixels:
     for i, line in enumerate(lines):
         draw.text((0, (i + 0.5) * _LINE), _fitted(line, body.shape[1]), (_INK,) * 3, _font(), anchor="lm")
     return np.concatenate([np.asarray(head), body])
+
+
+def with_bar(body: Pixels, colours: Pixels, values: Sequence[str]) -> Pixels:
+    """Return an image, uint8 [H, W, 3], above a bar of colours [L, 3] with values at equal distances below it."""
+    width, levels = body.shape[1], len(colours)
+    bar = np.repeat(colours[None, np.arange(width) * levels // width], _BAR, axis=0)
+    foot = Image.fromarray(_paper(_LINE, width))
+    draw, cell = ImageDraw.Draw(foot), width / len(values)
+    for i, value in enumerate(values):
+        share = i / max(1, len(values) - 1)
+        anchor = "lm" if i == 0 else "rm" if i == len(values) - 1 else "mm"
+        draw.text((share * width, _LINE / 2), _fitted(value, cell), (_INK,) * 3, _font(), anchor=anchor)
+    return np.concatenate([body, _paper(3 * GAP, width), bar, np.asarray(foot)])
 
 
 # Of a picture of a run, which a stranger may have sent. Ours of 16 images of 1024 pixels has up to 50 MB.

@@ -73,14 +73,21 @@ def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) 
     is_open = is_auto(evaluate, "samples", "reference", "metrics_every")
     has_fid = "fid" in evaluate.metrics
     if is_open or (has_fid and evaluate.metrics_every >= 0):
-        features = open_features(evaluate.features, device, only_known=True)
+        features = _features_of(auto.config, device)
         if is_open:
             _choose_samples(auto, images, features, device)
-        if has_fid and auto.config.evaluate.metrics_every >= 0:
-            _check_fid(auto.config.evaluate, images, features)
+        if has_fid and features is not None and auto.config.evaluate.metrics_every >= 0:
+            _check_fid(auto.config, images, features)
 
 
-def _choose_samples(auto: AutoSettings, images: ImageSet, features: Features, device: torch.device) -> None:
+def _features_of(config: Config, device: torch.device) -> Features | None:
+    """Return the features of the metrics; None if all metrics are of values."""
+    if set(config.evaluate.metrics) <= {*config.evaluate.VALUES}:
+        return None
+    return open_features(config.evaluate.features, device, only_known=True)
+
+
+def _choose_samples(auto: AutoSettings, images: ImageSet, features: Features | None, device: torch.device) -> None:
     """Choose the open numbers of samples and of reference images, and the interval of the metrics."""
     config, evaluate = auto.config, auto.config.evaluate
     # Counted rather than timed, so that a repeated command measures at the same steps.
@@ -95,17 +102,20 @@ def _choose_samples(auto: AutoSettings, images: ImageSet, features: Features, de
     _adopt_metrics(auto, chosen, each / costs.training)
 
 
-def _comparison(evaluate: Evaluate, images: ImageSet, features: Features) -> Comparison:
+def _comparison(config: Config, images: ImageSet, features: Features | None) -> Comparison:
     """Return the comparison with evenly spread training images."""
-    return Comparison(evaluate.metrics, features, images, evenly_spaced(len(images), evaluate.reference))
+    evaluate = config.evaluate
+    rows = evenly_spaced(len(images), evaluate.reference)
+    return Comparison(evaluate.metrics, features, images, rows, wrap=config.data.wrapped)
 
 
-def _check_fid(evaluate: Evaluate, images: ImageSet, features: Features) -> None:
+def _check_fid(config: Config, images: ImageSet, features: Features) -> None:
     """Warn that FID needs more samples; RequestError if the best checkpoint is chosen by it."""
+    evaluate = config.evaluate
     instead = "--evaluate.metrics kid --evaluate.best" if evaluate.best == "fid" else "--evaluate.metrics"
     larger = "--evaluate.samples and --evaluate.reference"
     try:
-        _comparison(evaluate, images, features).check_count("fid", evaluate.samples, instead, larger)
+        _comparison(config, images, features).check_count("fid", evaluate.samples, instead, larger)
     except RequestError as error:
         if evaluate.best == "fid":
             raise RequestError(f"evaluate.best = fid: {error}") from None
@@ -164,14 +174,16 @@ def _fit_to_budget(
     return replace(evaluate, samples=samples, reference=reference, metrics_every=every), each
 
 
-def _count_costs(config: Config, images: ImageSet, features: Features, device: torch.device) -> _Costs:
+def _count_costs(config: Config, images: ImageSet, features: Features | None, device: torch.device) -> _Costs:
     """Count the arithmetic of a few samples, of their features, and of training."""
     with Progress("counting the arithmetic of the metrics", None):
         network, few = build_network(config).to(device), min(config.training.batch, 64)
         sample = cost_per_sample(network, config, GenerationSettings.default(config, few, few), measure_flops)
-        pixels = torch.from_numpy(np.ascontiguousarray(images.pixels[evenly_spaced(len(images), few)]))
-        width = features(pixels).shape[1]
-        extraction = measure_flops(lambda: features(pixels)) / len(pixels) + _PER_VALUE * pixels[0].numel()
+        width, extraction = 0, 0.0
+        if features is not None:
+            pixels = torch.from_numpy(np.ascontiguousarray(images.pixels[evenly_spaced(len(images), few)]))
+            width = features(pixels).shape[1]
+            extraction = measure_flops(lambda: features(pixels)) / len(pixels) + _PER_VALUE * pixels[0].numel()
         x, zeros = torch.zeros(few, *config.input_shape, device=device), torch.zeros(few, device=device)
         with torch.no_grad():
             forward = measure_flops(lambda: network(x, zeros)) / few
@@ -185,9 +197,12 @@ def _metric_flops(config: Config, samples: int, reference: int, width: int) -> f
     names, images = config.evaluate.metrics, samples + reference
     values = samples * config.image_format.count
     # Products of all pairs of images; covariances and their eigenvectors; projections of patches, which are sorted.
-    pairs = 4.0 * images**2 * width * len([name for name in names if name not in ("fid", _PIXEL_METRIC)])
+    others = ("fid", _PIXEL_METRIC, *config.evaluate.VALUES)
+    pairs = 4.0 * images**2 * width * len([name for name in names if name not in others])
+    # All metrics of values read the samples and twice as many real images.
+    of_values = 3 * _PER_VALUE * values * bool({*names} & {*config.evaluate.VALUES})
     covariances = (4.0 * images * width**2 + 80.0 * width**3) * ("fid" in names)
-    return pairs + covariances + 20 * _PER_VALUE * values * (_PIXEL_METRIC in names)
+    return pairs + covariances + 20 * _PER_VALUE * values * (_PIXEL_METRIC in names) + of_values
 
 
 def _metrics_due(config: Config, step: int, plan: LengthPlan) -> bool:
@@ -208,8 +223,8 @@ class EvaluationHook:
         wanted = config.evaluate.metrics and config.evaluate.metrics_every >= 0
         self._compared: Comparison | None = None
         if wanted:
-            features = open_features(config.evaluate.features, context.device, only_known=True)
-            self._compared = _comparison(config.evaluate, dataset.of_one_size.train, features)
+            features = _features_of(config, context.device)
+            self._compared = _comparison(config, dataset.of_one_size.train, features)
 
     def dry_run(self) -> None:
         """Compute the metrics of a few samples, so that errors surface early; there is nothing to record."""
@@ -257,6 +272,7 @@ class EvaluationHook:
         for name, (one, *_) in measured.items():
             record |= {} if one.value is None else {name: one.value}
             record |= {} if one.error is None else {f"{name}_error": one.error}
+            record |= {} if one.real_high is None else {f"{name}_real": one.real_high}
         return record
 
     def _check_overfitting(self, step: int, measured: dict[str, Any]) -> Finding | None:

@@ -22,7 +22,7 @@ from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, LossAt, midpoints
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.pipeline.build import build_held_out_set, build_loss, build_loss_at, build_network, without_augmentation
 from unfog.pipeline.denoising_pictures import DenoisingStrip
-from unfog.pipeline.generate import GenerationSettings, cost_per_sample, generate_images, sample_grid
+from unfog.pipeline.generate import GenerationSettings, cost_per_sample, generate_images, sample_grid, view_grid
 from unfog.pipeline.latents import ImageMap, autoencoder_batch, save_autoencoder
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.process.signals import StopSignals
@@ -91,7 +91,7 @@ class Previews:
         """
         count, buckets, names = self.config.preview.images, self.config.size_buckets, self.config.conditions.names
         if not buckets:
-            return sample_grid(self.config.view(self.samples(count, self._given)), names(self._given, count))
+            return view_grid(self.config, self.samples(count, self._given), names(self._given, count))
         shares = [(bucket, n) for bucket, n in zip(buckets, share_samples(buckets, count)) if n]
         return stack([sample_grid(self.samples(n, self._given, b.size), names(self._given, n)) for b, n in shares])
 

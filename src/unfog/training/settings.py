@@ -322,7 +322,8 @@ class Preview:
     images: int = setting(16, at_least=1, at_most=10000)
     """Samples in a preview. With classes, they cycle through them."""
     view: str = setting("", added_later=True)
-    """Channels to show of arrays with other values: one, such as 0, or three, such as 3,2,1. Default: the first."""
+    """Channels to show of arrays with other values: one, such as 0 or 0:viridis, or three, such as 3,2,1. Default: the
+    first."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -340,7 +341,12 @@ class Evaluate:
     """Evaluation during training: held-out loss on the same images, noise and noise levels each time, and optionally
     metrics of samples, generated from the same noise each time."""
 
-    DRAWN: ClassVar[tuple[str, ...]] = ("fid", "kid", "precision", "recall", "density", "coverage", "sliced")
+    VALUES: ClassVar[tuple[str, ...]] = ("spectrum", "histogram", "correlation")
+    """Metrics of samples with any channels and values; all others of `DRAWN` are of pictures of 8 bits."""
+    DRAWN: ClassVar[tuple[str, ...]] = (
+        *("fid", "kid", "precision", "recall", "density", "coverage", "sliced"),
+        *VALUES,
+    )
     """Metrics that need samples."""
     HIGHER: ClassVar[tuple[str, ...]] = ("precision", "recall", "density", "coverage")
     """Metrics that are better when higher."""
@@ -352,7 +358,8 @@ class Evaluate:
     levels: int = setting(8, at_least=1, at_most=1000, affects="held_out_loss")
     """Noise levels, at equal quantiles of the training distribution."""
     metrics: tuple[str, ...] = ()
-    """Metrics of samples: kid, fid, precision, recall, density, coverage, sliced, with commas between."""
+    """Metrics of samples: kid, fid, precision, recall, density, coverage, sliced, or of any values spectrum,
+    histogram, correlation, with commas between."""
     features: str = setting("texture", affects="samples")
     """Features that the metrics compare: texture, pixels (coarser), or inception, which needs its file."""
     samples: int = setting(0, auto=0, affects="samples")

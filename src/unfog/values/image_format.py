@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unfog.errors import RequestError
 from unfog.values import value_maps
+from unfog.values.colour_map import COLOUR_MAPS, GREY, colour_table
 from unfog.values.unknown import NAN, NONE, filler_of, neighbour_of
 from unfog.values.value_maps import ChannelMap
 
@@ -327,28 +328,57 @@ class ImageFormat:
         """Convert model values [B, C, H, W] to what people see: an array uint8 [B, H, W, 3]. Raises as `view`."""
         return self.view(self.to_pictures(x0), channels)
 
-    def view(self, pictures: NDArray[Any], channels: Sequence[int] = ()) -> NDArray[np.uint8]:
+    def view(self, pictures: NDArray[Any], channels: Sequence[int] = (), colours: str = GREY) -> NDArray[np.uint8]:
         """Return pictures uint8 [N, H, W, 3] of stored images [N, H, W, C].
 
-        `channels` are one channel to show in grey, or three to show as red, green and blue; () shows the first three,
-        or the first one. RequestError for other channels.
+        `channels` are one channel to show in a colour map, or three to show as red, green and blue; () shows the first
+        three, or the first one. RequestError for other channels.
         """
         if self.is_picture and not channels:
             return to_rgb(pictures)
-        chosen = list(check_view(channels, self.channels) or range(_RGB if self.channels >= _RGB else _GREY))
+        chosen = self.shown(channels)
         values = replace(self.values, maps=tuple(self.values.maps[i] for i in chosen)) if self.values.maps else None
         planes = (values or self.values).to_bytes(pictures[..., chosen].transpose(0, 3, 1, 2))
+        if colours != GREY:
+            return colour_table(colours)[planes[:, 0]]
         return to_rgb(planes.transpose(0, 2, 3, 1))
 
+    def shown(self, channels: Sequence[int] = ()) -> list[int]:
+        """Return the channels that a view shows: these, or the first three, or the first. RequestError as `view`."""
+        return list(check_view(channels, self.channels) or range(_RGB if self.channels >= _RGB else _GREY))
 
-def parse_view(text: str) -> tuple[int, ...]:
-    """Return the channels of a view: "0", or "3,2,1" for red, green and blue; "" is (). RequestError for others."""
-    parts = [part.strip() for part in text.split(",")] if text.strip() else []
+    def stored_value(self, channel: int, x0: float) -> float:
+        """Return the stored value of a channel that the model sees as `x0`."""
+        values = self.values
+        return value_maps.invert(values.maps[channel], x0) if values.maps else x0 * values.half + values.middle
+
+
+class View(NamedTuple):
+    """Channels of an image that are shown, and their colour map."""
+
+    channels: tuple[int, ...] = ()
+    """One, or three for red, green and blue; () for the first three, or the first."""
+    colours: str = GREY
+    """Colour map of one channel."""
+
+
+def parse_view(text: str) -> View:
+    """Return the view of "0", "0:viridis", or "3,2,1" for red, green and blue; "" shows the first channels.
+
+    RequestError for other texts.
+    """
+    before, colon, colours = text.partition(":")
+    parts = [part.strip() for part in before.split(",")] if text.strip() else []
+    if colon and (len(parts) != 1 or colours.strip() not in COLOUR_MAPS):
+        raise RequestError(
+            f"view = {text} is not one channel with a colour map; give such as 0:{COLOUR_MAPS[-1]} (colour maps: "
+            f"{', '.join(COLOUR_MAPS)})"
+        )
     if len(parts) not in (0, _GREY, _RGB) or not all(part.isdecimal() for part in parts):
         raise RequestError(
-            f"view = {text} is not one channel, or three for red, green and blue; give such as 0, or 3,2,1"
+            f"view = {text} is not one channel, or three for red, green and blue; give such as 0, 0:viridis, or 3,2,1"
         )
-    return tuple(map(int, parts))
+    return View(tuple(map(int, parts)), colours.strip() or GREY)
 
 
 def check_view(channels: Sequence[int], count: int) -> tuple[int, ...]:

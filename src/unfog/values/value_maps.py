@@ -187,11 +187,12 @@ def _percentiles(values: NDArray[Any], percentile: float) -> tuple[float, float]
 
 def describe(maps: Sequence[ChannelMap]) -> str:
     """Return the stored values that become -1 and 1: "-3.2 to 4.1", or for each channel "0: -3.2 to 4.1, 1: …"."""
-    ends = [" to ".join(f"{_invert(one, x):.4g}" for x in (-1, 1)) for one in maps]
+    ends = [" to ".join(f"{invert(one, x):.4g}" for x in (-1, 1)) for one in maps]
     return ends[0] if len(set(ends)) == 1 else ", ".join(f"{i}: {end}" for i, end in enumerate(ends))
 
 
-def _invert(one: ChannelMap, x: float) -> float:
+def invert(one: ChannelMap, x: float) -> float:
+    """Return the stored value of a value of the network."""
     y = x * one.half + one.middle
     if one.kind == "log":
         edge = math.log(one.knee)

@@ -22,12 +22,15 @@ from unfog.checks.run.loss_checks import LossImages, check_ema, check_overfittin
 from unfog.checks.run.run_record import RunRecord
 from unfog.checks.run.sample_checks import SampleRemedies, check_samples
 from unfog.checks.run.trend_checks import check_trends
+from unfog.checks.run.value_checks import check_values
 from unfog.config.schema import Config
 from unfog.config.toml import read_toml
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.diffusion.diffusion import Diffusion
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.held_out import midpoints
+from unfog.evaluation.value_metrics import RealImages
+from unfog.inference.compare_images import FEWEST_COMPARED, ImageRows
 from unfog.inference.memorization import FEWEST, check_memorization_by_pixels
 from unfog.pipeline.build import build_loss_at, build_network, building_for, without_augmentation
 from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_given
@@ -219,8 +222,7 @@ def _check_samples(
     """Check images generated with the EMA weights, without guidance, which would shift colours."""
     config, network = weights.config, weights.networks["ema"].to(weights.device)
     if not config.image_format.is_picture:
-        skipped.append(f"samples, as colours and detail are compared of pictures, and these are {config.image_format}")
-        return []
+        return _check_values(record, weights, prepared, samples, unready, skipped)
     given = conditions_of_samples(config.conditions, prepared.train, samples)
     labels = given_labels(given)
     batch = config.training.microbatch or config.training.batch
@@ -236,6 +238,28 @@ def _check_samples(
         with Progress("searching memorized images", len(prepared.train)) as progress:
             findings.append(check_memorization_by_pixels(generated, prepared, progress.update))
     return findings
+
+
+def _check_values(
+    record: RunRecord, weights: _Weights, prepared: Dataset, samples: int, unready: str, skipped: list[str]
+) -> list[Finding]:
+    """Check generated images of other values than pictures have, with the EMA weights, without guidance."""
+    config, network = weights.config, weights.networks["ema"].to(weights.device)
+    count = len(prepared.train) // 2
+    if min(samples, count) < FEWEST_COMPARED:
+        skipped.append(
+            f"samples, as comparing values needs {FEWEST_COMPARED} of them and twice as many training images"
+        )
+        return []
+    batch = min(config.training.microbatch or config.training.batch, 64)
+    with Progress("generating images", samples) as progress:
+        # In the proportions of the data, which histograms depend on.
+        given = proportional_given(config.conditions, prepared.train, samples)
+        settings = GenerationSettings(samples, config.sampler, given, batch=batch)
+        generated = generate_images(network, config, settings, progress.update).transpose(0, 3, 1, 2)
+    rows = evenly_spaced(len(prepared.train), 2 * min(samples, count))
+    real = RealImages(ImageRows(prepared.train, rows), wrap=config.data.wrapped)
+    return check_values(generated, real, unready, SampleRemedies.of(record).longer)
 
 
 def conditions_of_samples(format: ConditionFormat, images: ImageSet, samples: int) -> Given:

@@ -15,6 +15,9 @@ from unfog.values.image_format import Size
 # Metrics of the held-out images, which need no samples.
 LOSSES = ("held_out", "bits")
 
+# Metrics of images with any channels and values.
+VALUES = Evaluate.VALUES
+
 # Metrics that are measured only if they are named: they take thousands of samples, or many network calls.
 ON_REQUEST = ("fid_infinity", "bits")
 
@@ -29,8 +32,9 @@ class EvaluationRequest:
     """Metrics of a run, and the samples to measure them on."""
 
     metrics: tuple[str, ...] = setting((), metavar="M,M,…")
-    """Any of fid, kid, precision, recall, density, coverage, sliced, detail, held_out, bits, fid_infinity.
-    Default: all that are possible but the last two."""
+    """Any of fid, kid, precision, recall, density, coverage, sliced, detail, held_out, bits, fid_infinity; of any
+    channels and values spectrum, histogram, correlation. Default: those of pictures but bits and fid_infinity, or the
+    last three for other values; and held_out."""
     n: int = setting(0, auto=0)
     """Number of samples. Default: 1000 on a CPU, 10000 elsewhere."""
     features: str = setting("", auto="")

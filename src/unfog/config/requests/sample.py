@@ -105,7 +105,7 @@ class SampleRequest(SamplingRequest):
     animate: Path | None = setting(None, metavar="FILE")
     """Also write an animation of the denoising of the first 16 images: a file .gif, .webp or .mp4."""
     view: str = setting("", metavar="C[,C,C]")
-    """Channels that PNGs show of arrays with other values, such as 0 or 3,2,1. Default: the run's, or the first."""
+    """Channels that PNGs show of arrays with other values: 0, 0:viridis or 3,2,1. Default: the run's, or the first."""
     size: Size = 0
     """Pixels of the images, 64 or 96x64 (width x height). Default: the run's; those of its buckets, in proportion."""
 

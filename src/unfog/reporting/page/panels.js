@@ -9,6 +9,9 @@ import {zoomBy, zoom, zoomed} from "./zoom.js";
 const CHARTS = [
 	["Loss", {loss: "loss", held_out_loss: "held-out"}, false, "Held-out: the same images, noise and noise levels each time."],
 	["Fréchet distance", {fid: "fid"}, true], ["Kernel distance", {kid: "kid"}, true], ["Sliced Wasserstein distance", {sliced: "sliced"}, true],
+	["Power spectrum", {spectrum: "distance", spectrum_real: "real images, at most"}, true],
+	["Histogram", {histogram: "distance, in deviations", histogram_real: "real images, at most"}, true],
+	["Correlation of channels", {correlation: "largest difference", correlation_real: "real images, at most"}, true],
 	["Precision and recall", {precision: "precision", recall: "recall"}, true], ["Density and coverage", {density: "density", coverage: "coverage"}, true],
 	["Gradient norm", {gradient_norm: "gradient norm"}, false, "Before clipping."],
 	["Learning rate", {lr: "learning rate"}, true], ["Speed", {images_per_second: "images a second"}, true],

@@ -131,12 +131,19 @@ class Run extends View {
 		return table(name, ["time, UTC", "step", "kind", "details"], cells, "events");
 	}
 
+	// The metric of real images against each other: a value, or the range of random halves.
+	real(m) {
+		if (Number.isFinite(m.real_low) && Number.isFinite(m.real_high)) return `${number(m.real_low)} to ${number(m.real_high)}`;
+		return m.real === null ? "" : number(m.real);
+	}
+
 	evaluation(one) {
 		const interval = (m) => (Number.isFinite(m.low) && Number.isFinite(m.high) ? `${number(m.low)} to ${number(m.high)}` : "");
-		const rows = (one.measured || []).map((m) => [m.metric, m.value === null ? "refused" : number(m.value), interval(m), m.real === null ? "" : number(m.real), count(m.n), count(m.n_reference), m.features, m.resize]);
+		const rows = (one.measured || []).map((m) => [m.metric, m.value === null ? "refused" : number(m.value), interval(m), this.real(m), count(m.n), count(m.n_reference), m.features, m.resize]);
 		return html`<h3>step ${count(one.step)}</h3>${one.here === false ? html`<p class="warning">Not checked: stored on another machine or by an earlier version of Unfog, or changed since</p>` : ""}${one.verdict ? html`<p>${one.verdict}</p>` : ""}<p class="soft">${text(one.drawn)}</p>
 			${table(`Evaluation of step ${one.step}`, ["metric", "value", "95% interval", "real images", "n", "reference", "features", "resize"], rows)}
-			${(one.measured || []).filter((m) => m.note).map((m) => html`<p class="soft">${m.metric}: ${m.note}</p>`)}
+			${Object.entries(Object.groupBy((one.measured || []).filter((m) => m.note), (m) => m.note)).map(([note, of]) => html`<p class="soft">${of.map((m) => m.metric).join(", ")}: ${note}</p>`)}
+			${one.charts?.length ? html`<div class="charts">${one.charts.map((chart) => html`<img src=${chart.picture} alt=${`${chart.title}: generated images, real images, and the range of halves of these`}>`)}</div>` : ""}
 			${(one.copies || []).map((copy) => html`<p class=${copy.severity}>copies of training images, by ${copy.by}: ${copy.evidence}${copy.remedy ? `; ${copy.remedy}` : ""}</p>
 				${String(copy.picture).startsWith("data:") ? scroller("Copies", html`<img src=${copy.picture} alt="Generated images over the training images nearest to them">`) : ""}`)}`;
 	}

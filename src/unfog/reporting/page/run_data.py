@@ -6,6 +6,7 @@ stay texts.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 from unfog.files.safe_files import LARGEST_TEXT, list_folder, read_file
 from unfog.files.seals import MACHINE_KEY, is_sealed, stored_key
+from unfog.reporting.charts import as_file, curve_chart
 from unfog.reporting.progress import format_bytes
 from unfog.reporting.records import LARGEST, Row, finite_number, flatten
 from unfog.text import without_secrets
@@ -31,7 +33,10 @@ _LARGEST_EVALUATION = 10 * 2**20  # bytes of a file; those that Unfog writes hav
 _LARGEST_REPORT = 64 * 2**20  # bytes of data.json, which names every file
 _DEEPEST = 8  # lists in lists that are written out
 _LONGEST = 2000  # characters of a field of an event
-_NUMBERS = ("value", "low", "high", "n", "n_reference", "real")
+_NUMBERS = ("value", "low", "high", "n", "n_reference", "real", "real_low", "real_high")
+_LINES = ("x", "generated", "real", "low", "high")  # of a curve of an evaluation
+_MOST_CHARTS = 4  # of spectra, and of histograms, of an evaluation
+_LONGEST_CURVE = 10_000
 _Event = Mapping[str, Any]
 
 
@@ -142,7 +147,28 @@ def _evaluation(path: Path, stored: Mapping[str, Any], here: bool) -> dict[str, 
         "drawn": {str(name): plain_text(value) for name, value in stored["drawn"].items()},
         "measured": measured,
         "copies": copies,
+        "charts": _charts(stored.get("curves"), measured),
     }
+
+
+def _charts(curves: object, measured: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return title and `data:` URI of the charts of spectra and histograms of channels: of the farthest channels."""
+    distances = {one["metric"]: one["value"] or 0.0 for one in measured}
+
+    def distance(curve: Mapping[str, Any]) -> float:
+        return float(distances.get(f"{curve['metric']}_{curve['channel']}", 0.0))
+
+    found = list[dict[str, str]]()
+    for metric in ("spectrum", "histogram"):
+        own = [one for one in _lists(curves) if one.get("metric") == metric and isinstance(one.get("channel"), int)]
+        chosen = sorted(own, key=distance, reverse=True)[:_MOST_CHARTS]
+        for curve in sorted(chosen, key=itemgetter("channel")):
+            lines = {name: [finite_number(x) for x in curve[name][:_LONGEST_CURVE]] for name in _LINES}
+            chart = curve_chart({**lines, "metric": metric, "channel": curve["channel"]})
+            if chart:
+                uri = f"data:image/svg+xml;base64,{base64.b64encode(as_file(chart)).decode()}"
+                found.append({"title": f"{metric} of channel {curve['channel']}", "picture": uri})
+    return found
 
 
 def plain_text(value: object, depth: int = 0) -> str:

@@ -1,0 +1,405 @@
+"""Metrics of images with any channels and values: power spectrum, histogram and correlation of channels.
+
+Each is compared with real images at the same number: random halves of twice as many real images show how far apart two
+sets of real images are. Values are those of the source, in its units, so that any channels and types compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from unfog.evaluation.metrics import MetricResult
+from unfog.evaluation.pixel_metrics import dct
+from unfog.values.image_format import channel_names
+
+VALUE_METRICS = ("spectrum", "histogram", "correlation")
+DRAWS = 20
+"""Random halves of the real images. A new set of real images exceeds all of them about once in 21 times."""
+_VALUES = 2**22  # of images in memory at once
+_SAMPLED = 2**20  # values of a set whose histograms are compared, at most, in all channels
+_BINS = 64  # of the curves of histograms
+_TAIL = 0.001  # share of the values on either side that the curves of histograms leave out
+_FLOOR = 1e-9  # power, over that of the channel, that counts as none
+_CONSTANT = 1e-6  # deviation, over that of the channel, that counts as none
+_SPECTRUM = "mean over octaves of |ln(power / real power)|: 0.1 is about 10%"
+_HISTOGRAM = "Wasserstein-1 distance in standard deviations of the real channel"
+_UNITS = "Wasserstein-1 distance in the units of the source"
+_CORRELATION = "largest difference of all pairs"
+
+
+class ValueSource(Protocol):
+    """Images [N, C, H, W] of any type by slices."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, key: slice, /) -> NDArray[Any]: ...
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A spectrum or histogram of one channel: of generated images, of real ones, and the range of real halves."""
+
+    metric: str
+    """spectrum or histogram."""
+    channel: int
+    x: Sequence[float]
+    """Frequency over Nyquist's, or the middles of bins in the units of the source."""
+    generated: Sequence[float]
+    """Mean power of a coefficient, or density."""
+    real: Sequence[float]
+    """That of all real images."""
+    low: Sequence[float]
+    """The least of all real halves; that of `real` if there are no halves."""
+    high: Sequence[float]
+    """The most of all real halves."""
+
+
+class _Rings(NamedTuple):
+    """Rings of equal frequency, as wide as one frequency of the shorter side; the mean of an image is in no ring."""
+
+    number: Tensor
+    """int64 [H * W], the ring of each coefficient; the last ring holds what is in no ring."""
+    counts: Tensor
+    """float64 [R], coefficients of each ring."""
+    frequency: Tensor
+    """float64 [R], over Nyquist's: 1 is the highest along a row or column."""
+
+    @classmethod
+    def of(cls, height: int, width: int, wrap: str) -> _Rings:
+        axes = [_frequencies(n, axis in wrap) for n, axis in ((height, "y"), (width, "x"))]
+        radius = (axes[0][:, None].square() + axes[1].square()).sqrt().flatten()
+        step = (2 if wrap else 1) / min(height, width)
+        number = (radius / step).round().long()
+        used = torch.bincount(number).nonzero().flatten()[1:]
+        place = torch.searchsorted(used, number)
+        place[number == 0] = len(used)
+        return cls(place, torch.bincount(place, minlength=len(used) + 1)[:-1].double(), used.double() * step)
+
+    def mean(self, power: Tensor) -> Tensor:
+        """Return the mean of each ring [B, C, R] of the power of coefficients [B, C, H, W]."""
+        sums = power.new_zeros(*power.shape[:2], len(self.counts) + 1)
+        return sums.index_add_(2, self.number, power.flatten(2))[..., :-1] / self.counts
+
+
+def _frequencies(n: int, wrapped: bool) -> Tensor:
+    """Return the frequency of each coefficient along an axis over Nyquist's, float64 [n]."""
+    k = torch.arange(n, dtype=torch.float64)
+    return 2 * torch.minimum(k, n - k) / n if wrapped else k / n
+
+
+def power_of_coefficients(images: Tensor, wrap: str = "") -> Tensor:
+    """Return the power of each coefficient of images float64 [N, C, H, W].
+
+    Its mean over the coefficients is the mean square of an image (Parseval), and white noise has its variance in all of
+    them. Axes of `wrap`, such as "xy", continue at their other side, and have a Fourier transform. Others have a cosine
+    transform (DCT-II), which sees no edge between both sides.
+    """
+    x = images
+    for n, axis, dim in ((images.shape[2], "y", 2), (images.shape[3], "x", 3)):
+        if axis not in wrap:
+            x = (x.movedim(dim, -1) @ dct(n).T).movedim(-1, dim)
+    if dims := [dim for axis, dim in (("y", 2), ("x", 3)) if axis in wrap]:
+        transformed: Tensor = torch.fft.fftn(x, dim=dims, norm="ortho")
+        return transformed.abs().square()
+    return x.square()
+
+
+def channel_spectra(images: ValueSource, wrap: str = "") -> tuple[Tensor, Tensor]:
+    """Return (frequency [R] over Nyquist's, mean power of a coefficient in rings, float64 [C, R]), in squared units."""
+    height, width = images[0:1].shape[2:]
+    rings, total = _Rings.of(height, width, wrap), torch.zeros(())
+    for part in _parts(images):
+        total = total + rings.mean(power_of_coefficients(torch.from_numpy(part), wrap)).sum(0)
+    return rings.frequency, total / len(images)
+
+
+class _Moments(NamedTuple):
+    """Means over G groups of images, of values that are scaled by channel."""
+
+    power: Tensor
+    """float64 [G, C, R], by ring."""
+    mean: Tensor
+    """float64 [G, C]."""
+    second: Tensor
+    """float64 [G, C, C], mean products of two channels."""
+
+    @property
+    def correlation(self) -> Tensor:
+        """Correlation of channels over all pixels, float64 [G, C, C]; 0 for a channel that is constant."""
+        covariance = self.second - self.mean[:, :, None] * self.mean[:, None]
+        deviation = covariance.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
+        product = deviation[:, :, None] * deviation[:, None]
+        constant = deviation < _CONSTANT
+        covariance = covariance.masked_fill(constant[:, :, None] | constant[:, None], 0)
+        return covariance / product.clamp(min=_CONSTANT**2)
+
+
+class _Differences(NamedTuple):
+    """Distances of G pairs of sets, by channel or pair of channels."""
+
+    spectrum: Tensor
+    """[G, C]."""
+    histogram: Tensor
+    """[G, C], in the units of the source."""
+    correlation: Tensor
+    """[G, C, C]."""
+
+
+class RealImages:
+    """Real images that samples are compared with, and random halves of them, which are computed once.
+
+    Args:
+        images: [N, C, H, W], N even if there are halves. Samples are compared with every second one then, else with
+            all.
+        halves: whether to compare halves with each other.
+        wrap: axes along which images continue at their other side: "", "x", "y" or "xy".
+    """
+
+    def __init__(self, images: ValueSource, halves: bool = True, wrap: str = ""):
+        self.count, self._wrap = len(images) // 2 if halves else len(images), wrap
+        first = images[0:1]
+        self.shape, self._whole = first.shape[1:], first.dtype.kind in "ui"
+        self.damaged = _count_damaged(images)
+        if self.damaged:
+            return
+        self._rings = _Rings.of(self.shape[1], self.shape[2], wrap)
+        self._center, self._scale = _center_and_scale(images)
+        self._groups = _groups(len(images), halves)
+        self._moments = self._compute_moments(images, self._groups)
+        self._values = self._sample(images)
+
+    @cached_property
+    def halves(self) -> _Differences | None:
+        """Distances of the random halves from each other; None without halves."""
+        if len(self._groups) == 1:
+            return None
+        a, b = self._groups[1::2], self._groups[2::2]
+        one, other = (_Moments(*(part[i::2] for part in self._moments)) for i in (1, 2))
+        return self._differences(one, other, self._values, a - b)
+
+    def compare(self, names: Sequence[str], samples: ValueSource) -> dict[str, list[MetricResult]]:
+        """Return the results of each of the named VALUE_METRICS: its value, then its parts.
+
+        `samples` [M, C, H, W] are of the shape of the real images; the first `count` of them are compared.
+        """
+        samples = _First(samples, self.count)
+        damaged = _count_damaged(samples)
+        if self.damaged or damaged:
+            which = f"{damaged:,} of the samples" if damaged else f"{self.damaged:,} of the real images"
+            note = f"{which} have NaN or infinity in them"
+            return {name: [self._result(name, None, None, "values", note)] for name in names}
+        whole = _groups(len(samples), halves=False)
+        drawn, values = self._compute_moments(samples, whole), self._sample(samples)
+        # Weights of the samples are positive, and those of the real images that they are compared with negative.
+        weights = torch.cat([whole, -self._groups[:1]], 1)
+        real = _Moments(*(part[:1] for part in self._moments))
+        pooled = torch.cat([values, self._values], 1)
+        found = self._differences(drawn, real, pooled, weights)
+        return {name: self._results(name, found, drawn.correlation[0], real.correlation[0]) for name in names}
+
+    def curves(self, names: Sequence[str], samples: ValueSource) -> list[Curve]:
+        """Return spectra and histograms of each channel, if they are among `names`; arguments as `compare`."""
+        samples, curves = _First(samples, self.count), list[Curve]()
+        if self.damaged or _count_damaged(samples):
+            return curves
+        if "spectrum" in names:
+            curves += self._spectra(self._compute_moments(samples, _groups(len(samples), halves=False)))
+        return curves + (self._histograms(self._sample(samples)) if "histogram" in names else [])
+
+    def _compute_moments(self, images: ValueSource, groups: Tensor) -> _Moments:
+        channels, rings = self.shape[0], len(self._rings.counts)
+        power = torch.zeros(len(groups), channels * rings, dtype=torch.float64)
+        mean = torch.zeros(len(groups), channels, dtype=torch.float64)
+        second = torch.zeros(len(groups), channels**2, dtype=torch.float64)
+        done = 0
+        for part in _parts(images):
+            x = (torch.from_numpy(part) - self._center[:, None, None]) / self._scale[:, None, None]
+            weights, flat = groups[:, done : done + len(x)], x.flatten(2)
+            power += weights @ self._rings.mean(power_of_coefficients(x, self._wrap)).flatten(1)
+            mean += weights @ flat.mean(2)
+            second += weights @ (flat @ flat.transpose(1, 2) / flat.shape[2]).flatten(1)
+            done += len(x)
+        return _Moments(power.view(len(groups), channels, rings), mean, second.view(len(groups), channels, channels))
+
+    def _sample(self, images: ValueSource) -> Tensor:
+        """Return some values of each image, at places that are spread over it, float64 [C, N, K]."""
+        channels, pixels = self.shape[0], self.shape[1] * self.shape[2]
+        each = max(1, min(pixels, _SAMPLED // (channels * 2 * self.count)))
+        spread = torch.arange(each) * pixels // each
+        generator, found = torch.Generator().manual_seed(0), []
+        for part in _parts(images):
+            x = torch.from_numpy(part).flatten(2)
+            places = (torch.randint(pixels, (len(x), 1), generator=generator) + spread) % pixels
+            found.append(x.gather(2, places[:, None].expand(-1, channels, -1)))
+        return torch.cat(found).movedim(1, 0)
+
+    def _differences(self, a: _Moments, b: _Moments, values: Tensor, weights: Tensor) -> _Differences:
+        """Return the distances of pairs of groups.
+
+        `weights` [G, N] of images are positive in one group of a pair, and negative in the other.
+        """
+        # What rounding to integers adds, as white noise.
+        floor = _FLOOR + self._whole / 12 / self._scale.square()[:, None]
+        octaves = 1 / self._rings.frequency
+        ratio = ((a.power + floor) / (b.power + floor)).log().abs()
+        spectrum = ratio @ (octaves / octaves.sum())
+        apart = torch.stack([_wasserstein(one, weights) for one in values], 1)
+        return _Differences(spectrum, apart, (a.correlation - b.correlation).abs())
+
+    def _results(self, name: str, found: _Differences, drawn: Tensor, real: Tensor) -> list[MetricResult]:
+        channels, names, halves = self.shape[0], channel_names(self.shape[0]), self.halves
+        if name == "correlation":
+            if len(names) == 1:
+                return [self._result(name, None, None, "channels", "images of one channel have no correlation")]
+            apart = found.correlation[0]
+            i, j = divmod(int(apart.argmax()), channels)
+            note = (
+                f"{_CORRELATION}: {names[i]} and {names[j]} have {float(drawn[i, j]):.3f}, real {float(real[i, j]):.3f}"
+            )
+            usual = None if halves is None else halves.correlation.flatten(1).amax(1)
+            return [self._result(name, apart.max(), usual, "channels", note)]
+        own, usual = getattr(found, name)[0], None if halves is None else getattr(halves, name)
+        scale = self._scale if name == "histogram" else torch.ones(channels)
+        farthest = None if usual is None else (usual / scale).amax(1)
+        where = "farthest channel" if len(names) > 1 else names[0]
+        note = _HISTOGRAM if name == "histogram" else _SPECTRUM
+        results = [self._result(name, (own / scale).max(), farthest, where, note)]
+        if len(names) == 1 and name == "spectrum":
+            return results
+        note = _UNITS if name == "histogram" else _SPECTRUM
+        for c in range(channels):
+            halved = None if usual is None else usual[:, c]
+            results.append(self._result(f"{name}_{c}", own[c], halved, names[c], note))
+        return results
+
+    def _result(self, name: str, value: Tensor | None, halves: Tensor | None, where: str, note: str) -> MetricResult:
+        real = low = high = None
+        if halves is not None:
+            real, low, high = (float(x) for x in (halves.median(), halves.min(), halves.max()))
+        number = None if value is None else float(value)
+        counts = self.count, self.count
+        return MetricResult(
+            name, number, None, None, None, *counts, where, "none", note, real=real, real_low=low, real_high=high
+        )
+
+    def _spectra(self, drawn: _Moments) -> list[Curve]:
+        units, frequency = self._scale.square()[:, None], self._rings.frequency.tolist()
+        generated, real = drawn.power[0] * units, self._moments.power * units
+        return [_curve("spectrum", c, frequency, generated[c], real[:, c]) for c in range(self.shape[0])]
+
+    def _histograms(self, drawn: Tensor) -> list[Curve]:
+        curves, whole = list[Curve](), _groups(drawn.shape[1], halves=False)
+        for c, (own, real) in enumerate(zip(drawn, self._values, strict=True)):
+            edges = _edges(own, real, self._whole)
+            densities = [_densities(values, edges, groups) for values, groups in ((own, whole), (real, self._groups))]
+            middles = ((edges[1:] + edges[:-1]) / 2).tolist()
+            curves.append(_curve("histogram", c, middles, densities[0][0], densities[1]))
+        return curves
+
+
+class _First:
+    """The first images of a source."""
+
+    def __init__(self, images: ValueSource, count: int):
+        self._images, self._count = images, min(count, len(images))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, key: slice) -> NDArray[Any]:
+        first, last, _ = key.indices(self._count)
+        return self._images[first:last]
+
+
+def _parts(images: ValueSource) -> Iterator[NDArray[np.float64]]:
+    """Yield all images, float64 [n, C, H, W], a bounded number at once."""
+    each = max(1, _VALUES // max(1, images[0:1].size))
+    for first in range(0, len(images), each):
+        yield np.asarray(images[first : min(first + each, len(images))], np.float64)
+
+
+def _count_damaged(images: ValueSource) -> int:
+    """Return the number of images with values that are not finite."""
+    if images[0:1].dtype.kind != "f":
+        return 0
+    return sum(int((~np.isfinite(part).all((1, 2, 3))).sum()) for part in _parts(images))
+
+
+def _center_and_scale(images: ValueSource) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation of each channel, float64 [C] each; 1 for a channel that is constant."""
+    count, mean, squares = 0, np.zeros(1), np.zeros(1)
+    for part in _parts(images):  # merged as by Chan et al. 1979, as values may be far from 0
+        n, own = part[:, 0].size, part.mean((0, 2, 3))
+        squares = squares + part.var((0, 2, 3)) * n + (own - mean) ** 2 * (count * n / (count + n))
+        mean, count = mean + (own - mean) * (n / (count + n)), count + n
+    deviation = np.sqrt(squares / count)
+    # Of a channel that is constant, only the rounding of its mean is left.
+    return torch.from_numpy(mean), torch.from_numpy(np.where(deviation <= 1e-9 * np.abs(mean), 1.0, deviation))
+
+
+def _groups(count: int, halves: bool) -> Tensor:
+    """Return weights [G, N] of images in groups: those compared with samples, then pairs of random halves."""
+    if not halves:
+        return torch.full((1, count), 1 / count, dtype=torch.float64)
+    n, generator = count // 2, torch.Generator().manual_seed(0)
+    groups = torch.zeros(1 + 2 * DRAWS, count, dtype=torch.float64)
+    groups[0, torch.arange(n) * 2] = 1 / n
+    for draw in range(DRAWS):
+        order = torch.randperm(count, generator=generator)
+        groups[1 + 2 * draw, order[:n]] = 1 / n
+        groups[2 + 2 * draw, order[n : 2 * n]] = 1 / n
+    return groups
+
+
+def _wasserstein(values: Tensor, weights: Tensor) -> Tensor:
+    """Return the Wasserstein-1 distances [G] of values [N, K] of images with positive from those with negative weights.
+
+    `weights` are [G, N]. The distance is the integral of the difference of both distribution functions.
+    """
+    ordered, order = values.flatten().sort()
+    owner = order // values.shape[1]
+    gaps = ordered[1:] - ordered[:-1]
+    return torch.stack([((row / values.shape[1])[owner].cumsum(0)[:-1].abs() * gaps).sum() for row in weights])
+
+
+def _edges(drawn: Tensor, real: Tensor, whole: bool) -> Tensor:
+    """Return edges of bins, float64 [B + 1], over nearly all values of both, and at most thrice the range of `real`."""
+    # In order by `kthvalue`, as torch has quantiles of up to 2^24 values only.
+    ends = []
+    for values in (real.flatten(), drawn.flatten()):
+        k = max(1, round(_TAIL * len(values)))
+        ends.append((float(values.kthvalue(k).values), float(values.kthvalue(len(values) + 1 - k).values)))
+    (low, high), other = ends
+    reach = high - low or abs(low) or 1.0
+    low, high = max(low - reach, min(low, other[0])), min(high + reach, max(high, other[1]))
+    if whole:  # bins hold equally many integers
+        width = -(-(round(high) - round(low) + 1) // _BINS)
+        count = -(-(round(high) - round(low) + 1) // width)
+        return round(low) - 0.5 + width * torch.arange(count + 1, dtype=torch.float64)
+    return torch.linspace(low, high if high > low else low + reach, _BINS + 1, dtype=torch.float64)
+
+
+def _densities(values: Tensor, edges: Tensor, groups: Tensor) -> Tensor:
+    """Return the densities [G, B] of values [N, K] of images in groups of weights [G, N]."""
+    bins, width = len(edges) - 1, edges[1] - edges[0]
+    place = torch.bucketize(values.contiguous(), edges, right=True).clamp(0, bins + 1)  # 0 is below, and bins + 1 above
+    place[values == edges[-1]] = bins
+    number = place + torch.arange(len(values))[:, None] * (bins + 2)
+    counts = torch.bincount(number.flatten(), minlength=len(values) * (bins + 2)).view(len(values), bins + 2)
+    return groups @ (counts[:, 1:-1].double() / (values.shape[1] * width))
+
+
+def _curve(metric: str, channel: int, x: list[float], generated: Tensor, groups: Tensor) -> Curve:
+    """Return a curve from that of generated images [R] and those of groups of real images [G, R]."""
+    halves = groups[1:] if len(groups) > 1 else groups
+    real = halves.mean(0)
+    lines = generated, real, halves.amin(0), halves.amax(0)
+    return Curve(metric, channel, x, *(line.tolist() for line in lines))

@@ -1,0 +1,29 @@
+"""Colour maps for the view of one channel: grey, and viridis of Smith, van der Walt and Firing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+GREY = "grey"
+COLOUR_MAPS = (GREY, "viridis")
+# Every 17th of the 256 colours of viridis; between them colours are interpolated, which is within 2 levels.
+_VIRIDIS = (
+    *("440154", "481a6c", "472f7d", "414487", "39568c", "31688e", "2a788e", "23888e"),
+    *("1f988b", "22a884", "35b779", "54c568", "7ad151", "a5db36", "d2e21b", "fde725"),
+)
+
+
+def colour_table(name: str) -> NDArray[np.uint8]:
+    """Return the colours of the 256 levels of a colour map, uint8 [256, 3]. `name` is one of COLOUR_MAPS."""
+    import numpy as np
+
+    levels = np.arange(256.0)
+    if name == GREY:
+        return np.repeat(levels[:, None], 3, axis=1).astype(np.uint8)
+    colours = np.array([[*bytes.fromhex(colour)] for colour in _VIRIDIS], np.float64)
+    places = np.linspace(0, 255, len(colours))
+    return np.stack([np.interp(levels, places, part) for part in colours.T], axis=1).round().astype(np.uint8)
