@@ -221,7 +221,7 @@ def _possible_metrics(
         said = "metrics of samples compare whole images, and pixels of these are unknown"
         if request.metrics:
             raise RequestError(f"{said}; give held_out")
-        say(f"metrics of samples are skipped: {said}")
+        say(f"skipped: {said}")
         metrics = tuple(name for name in metrics if name in LOSSES)
     if (reason := run.config.representation.no_bits) and "bits" in metrics:
         raise RequestError(f"{run.path}: {reason}")
