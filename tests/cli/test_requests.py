@@ -58,6 +58,8 @@ HIDDEN = (
     "buckets",
     "fingerprint",
     "data.map_values",
+    "data.unknown_share",
+    "data.unknown_mask",
     "init.sha256",
     "latents.",
     "autoencoder.",

@@ -193,7 +193,10 @@ def contents() -> dict[str, tuple[bytes, tuple[str, ...] | str]]:
         "float 1 too.tif": (encoded(floats, "TIFF"), (FLOAT, GREY)),
         "float 255.tif": (encoded(floats * np.float32(255), "TIFF"), BEYOND),
         "float infinite.tif": (encoded(infinite, "TIFF"), "floating point with NaN or infinity in it"),
-        "float undefined.tif": (encoded(undefined, "TIFF"), "floating point with NaN or infinity in it"),
+        "float undefined.tif": (
+            encoded(undefined, "TIFF"),
+            "floating point with NaN in it (--data.unknown nan: unknown pixels)",
+        ),
         "float range.tif": (encoded(floats * 1000 - 1, "TIFF"), BEYOND),
         "palette.gif": (encoded(Image.fromarray(RGB).quantize(64), "GIF"), (PALETTE,)),
         "palette transparent.png": (palette(), (FLAT, PALETTE)),

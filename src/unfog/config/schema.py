@@ -251,7 +251,8 @@ class Config:
     @property
     def conditions(self) -> ConditionFormat:
         """Format of the conditions that the network receives with an image."""
-        return ConditionFormat(self.classes, AUGMENT_INPUTS if self.data.augment else 0, self.columns)
+        mask = self.data.channels if self.data.has_unknown else 0
+        return ConditionFormat(self.classes, AUGMENT_INPUTS if self.data.augment else 0, self.columns, mask)
 
     @property
     def usual_guidance(self) -> float:

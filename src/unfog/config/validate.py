@@ -52,11 +52,17 @@ def check_request(config: Config) -> None:
     check_device(training.device)
     parse_colour(config.data.background)
     check_sampler(config.sampler, config.diffusion)
+    if config.data.has_unknown and config.diffusion.learned_variance:
+        raise RequestError(
+            f"data.unknown = {config.data.unknown}: the bound that teaches a learned variance is of whole images; omit "
+            "--diffusion.learned-variance"
+        )
     check_installed(config.log.sinks)
     check_buckets(config)
     factor = check_autoencoder(config)
     if config.network is not None:
         config.network.check_wrap(config.data.wrapped)
+        config.network.check_mask(config.data.unknown)
     if config.network is not None and not is_auto(config.data, "size"):
         height, width = sides_of(config.data.size)
         check_network_size(config.network, (height // factor, width // factor), factor)
@@ -86,6 +92,7 @@ def check_sample_size(config: Config) -> None:
     factor = config.representation.factor
     if factor > 1:
         check_multiple(config.data.size, factor)
+    config.data.known_in_samples()  # raises for another size
     if config.network is not None:
         _, height, width = config.input_shape
         check_network_size(config.network, (height, width), factor)

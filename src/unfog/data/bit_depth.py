@@ -33,7 +33,8 @@ FLOAT_RANGES = "from 0 to 1, from -1 to 1, or from 0 to 255"
 # Bits that sensors have. The smallest that holds all integers of a set is the range of the set.
 _BITS = (8, 10, 12, 14, 16)
 FULL = 2**16 - 1
-_NOT_FINITE = "floating point with NaN or infinity in it"
+_INFINITE, _UNDEFINED = "floating point with NaN or infinity in it", "floating point with NaN in it"
+UNKNOWN_REMEDY = "--data.unknown nan: unknown pixels"
 
 
 class OutOfRangeError(ValueError):
@@ -61,7 +62,7 @@ class ValueRange:
             return values.astype(np.uint8)
         floating = values.dtype.kind == "f"
         if floating and not np.isfinite(values).all():
-            raise OutOfRangeError(_NOT_FINITE)
+            raise OutOfRangeError(_not_finite(values))
         if not clip and not self.holds((values.min(), values.max()), floating):
             raise OutOfRangeError(f"values beyond {self}, the range of the set (--data.range)")
         # float32 holds integers of 16 bits exactly, and so does float64 with integers of 32.
@@ -187,7 +188,7 @@ class Ranges(NamedTuple):
         if values.dtype.kind == "f":
             if self.floats is None:
                 if not np.isfinite(values).all():
-                    raise OutOfRangeError(_NOT_FINITE)
+                    raise OutOfRangeError(_not_finite(values))
                 raise OutOfRangeError("floating point, unlike the images that the range was read from (--data.range)")
             return self.floats.to_uint8_with_alpha(values, ValueRange(0, 1), self.clip)
         if self.integers is None:
@@ -195,6 +196,11 @@ class Ranges(NamedTuple):
                 raise OutOfRangeError("integers beyond 16 bits (--data.range)")
             return ValueRange(0, full).to_uint8(values)
         return self.integers.to_uint8_with_alpha(values, ValueRange(0, full), self.clip)
+
+
+def _not_finite(values: NDArray[Any]) -> str:
+    """Return why floating point is refused that is not finite."""
+    return f"{_UNDEFINED} ({UNKNOWN_REMEDY})" if np.isnan(values).any() else _INFINITE
 
 
 def without_alpha(values: NDArray[Any]) -> NDArray[Any]:

@@ -138,7 +138,7 @@ class Scan:
         """Return the scan for images that keep their values."""
         settings = replace(self.settings, dtype=kept.dtype, channels=kept.channels)
         if kept.dtype == "uint16" and not settings.range:
-            settings = replace(settings, range=find_ranges(self.source).setting[:2])
+            settings = replace(settings, range=find_ranges(self.source, filler=settings.filler).setting[:2])
         found = replace(self, size=self.size or _choose_size(self.source), channels=kept.channels, settings=settings)
         return replace(found, channels_certain=True, ranges=Ranges())
 

@@ -7,7 +7,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from unfog.errors import RequestError
 from unfog.settings import AUTO, check_bounds, is_auto, setting
@@ -23,7 +23,12 @@ from unfog.values.image_format import (
     StoredValues,
     parse_size,
 )
+from unfog.values.unknown import NONE, filler_of, mask_from_text
 from unfog.values.value_maps import maps_of, parse_maps
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 # Types of the stored values: see `image_format.STORED`.
 KeptType = Literal["uint16", "float32", "float16"]
@@ -41,10 +46,23 @@ def _floats(values: Iterable[float]) -> tuple[float, ...]:
 
 # Settings of decoding that came after the first packs, and their types as read from JSON. Caches are named by them, and
 # packs hold them, only where they are set, so that those from before are found again.
-_LATER: dict[str, Callable[[Any], object]] = {"range": _floats, "clip": bool, "dtype": str, "axes": str}
+_LATER: dict[str, Callable[[Any], object]] = {"range": _floats, "clip": bool, "dtype": str, "axes": str, "unknown": str}
 # Settings that act in training, so that a pack does not depend on them.
 TRAINING_ONLY = (
-    *("map", "map_values", "flip", "jitter", "crop", "augment", "upright", "wrap", "roll", "aspect"),
+    *(
+        "map",
+        "map_values",
+        "unknown_share",
+        "unknown_mask",
+        "flip",
+        "jitter",
+        "crop",
+        "augment",
+        "upright",
+        "wrap",
+        "roll",
+        "aspect",
+    ),
     *("cache", "cache_limit", "failed_shards"),
 )
 # Prefix of the fingerprint of images that are decoded while training: a digest of their source's state.
@@ -85,6 +103,12 @@ class Data:
     """Map from stored values to the network's, for all channels or each: linear, minmax, percentile, standard, …"""
     map_values: tuple[float, ...] = setting((), affects="objective", resume="fixed", added_later=True, hidden=True)
     """Knee, middle and half of the fitted map of each channel, as found in the training images."""
+    unknown: str = setting(NONE, affects="objective", resume="fixed", added_later=True, see="docs/arrays.md")
+    """What stands for pixels that are not known: nan, or a number such as -9999. They are left out of the loss."""
+    unknown_share: float = setting(0.0, affects="nothing", resume="fixed", added_later=True, hidden=True)
+    """Share of the values of the training images that are unknown."""
+    unknown_mask: str = setting("", affects="objective", resume="fixed", added_later=True, hidden=True)
+    """Values that are unknown in all training images, and so in samples: bits, compressed."""
     labels: str = setting(AUTO, auto=AUTO, affects="nothing", resume="free")
     """Classes: folders = the top sub-folders, or what shards say; none; auto = whichever fit; or TABLE[:FILE,LABEL]."""
     condition: str = setting(
@@ -167,6 +191,7 @@ class Data:
             )
         check_bounds(self)
         self._check_wrap()
+        self._check_unknown()
         bytes_of(self.cache_limit)
 
     def _check_wrap(self) -> None:
@@ -179,6 +204,41 @@ class Data:
                 "possible)"
             )
 
+    def _check_unknown(self) -> None:
+        """Raise RequestError if unknown pixels do not suit the stored type, or the augmentation."""
+        if (filler := filler_of(self.unknown)) is None:
+            return
+        said = f"data.unknown = {self.unknown}"
+        if self.dtype == "uint8":
+            raise RequestError(f"{said} keeps values as float32; omit data.dtype = uint8")
+        if self.dtype == "uint16" and filler not in range(2**16):
+            raise RequestError(f"{said} is not a value of uint16; give one from 0 to 65535, or --data.dtype float32")
+        if name := next((each for each in ("crop", "augment") if getattr(self, each)), ""):
+            raise RequestError(
+                f"{said}, and {name} = {getattr(self, name)} computes pixels from their neighbours, which may be "
+                f"unknown; omit {name} (data.flip and, with wrap, data.roll are possible)"
+            )
+
+    @property
+    def filler(self) -> float | None:
+        """NaN or the number that stands for unknown pixels; None if all are known."""
+        return filler_of(self.unknown)
+
+    @property
+    def has_unknown(self) -> bool:
+        """True if pixels may be unknown."""
+        return self.unknown != NONE
+
+    @property
+    def masks_vary(self) -> bool:
+        """True if values are unknown in some training images, and known in others, so that samples have them."""
+        known = self.known_in_samples()
+        return self.unknown_share > (0.0 if known is None else float((~known).mean()))
+
+    def known_in_samples(self) -> NDArray[np.bool_] | None:
+        """Return which values [C, H, W] of samples are known; None if all are. RequestError for another size."""
+        return None if not self.unknown_mask else ~mask_from_text(self.unknown_mask, self.image_format.shape)
+
     @property
     def image_format(self) -> ImageFormat:
         """The format of the images; 0 in it is not chosen yet."""
@@ -189,7 +249,7 @@ class Data:
         """The stored type that the settings ask for in place of 8 bits; "" if they do not."""
         if self.dtype != AUTO and self.dtype != "uint8":
             return self.dtype
-        return "" if is_auto(self, "map") else "float32"
+        return "" if is_auto(self, "map") and not self.has_unknown else "float32"
 
     @property
     def asks_to_keep(self) -> bool:
@@ -208,7 +268,7 @@ class Data:
             return BYTES
         usual = STORED[self.dtype]
         low, high = self.range[:2] or (usual.low, usual.high)
-        return StoredValues(self.dtype, low, high, maps_of(self.fitted_map, self.map_values))
+        return StoredValues(self.dtype, low, high, maps_of(self.fitted_map, self.map_values), self.unknown)
 
     @property
     def fitted_map(self) -> str:

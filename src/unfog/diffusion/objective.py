@@ -33,6 +33,8 @@ from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 # Weight of the variational bound, in bits per dimension, beside the squared error (Nichol & Dhariwal 2021, eq. 16).
 _VLB_SHARE = 0.001
+# Largest share of an image's pixels that `hides_more` hides, and the share of the images that it hides some of.
+_MOST_HIDDEN, _HIDDEN_FROM = 0.7, 0.7
 
 
 class Loss(NamedTuple):
@@ -96,6 +98,22 @@ def _squared_error(y: Tensor, target: Tensor) -> Tensor:
     return (y[:, : target.shape[1]] - target).square().mean((1, 2, 3))
 
 
+def error_of_known(weight: Tensor, y: Tensor, target: Tensor, known: Tensor) -> Tensor:
+    """Return `weighted_error` over the values alone that are known, 1 in `known` [B, C, H, W]; 0 for none."""
+    return weight * _error_of_known(y, target, known)
+
+
+def _error_of_known(y: Tensor, target: Tensor, known: Tensor) -> Tensor:
+    squared = (y[:, : target.shape[1]] - target).square().masked_fill(known == 0, 0.0)
+    return squared.sum((1, 2, 3)) / known.sum((1, 2, 3)).clamp_min(1.0)
+
+
+def split_unknown(x0: Tensor) -> tuple[Tensor, Tensor]:
+    """Return images [B, C, H, W] with 0 where they are NaN, which is unknown, and a mask like them: 1 where known."""
+    unknown = x0.isnan()
+    return x0.masked_fill(unknown, 0.0), (~unknown).to(x0.dtype)
+
+
 def stratified(draws: Tensor, step: int) -> Tensor:
     """Move even `draws` in (0, 1), float32 [B], to one in each of B equal parts of it: less variance of the loss.
 
@@ -114,7 +132,7 @@ class Objective:
     """Mean squared error on the network's output, weighted by noise level.
 
     All randomness comes from torch's global generator of x0's device, in the order u, noise, dropout, dropout of
-    each.
+    each, hidden pixels.
     """
 
     diffusion: Diffusion
@@ -126,6 +144,11 @@ class Objective:
     """Places of the conditions that are hidden by themselves."""
     interleaved: bool = False
     """Interleave the levels, so that each part of a batch covers all of them, instead of going from clean to noisy."""
+    has_unknown: bool = False
+    """Images may have NaN where they are unknown: it is left out of the loss, and the network is given a mask."""
+    hides_more: bool = False
+    """Hide further pixels of most images, as many as vary, so that the network learns what more or fewer known pixels
+    change, and may be asked for complete images (as Daras et al. 2023, Ambient Diffusion, do)."""
     levels: LossByLevel | None = field(default=None, compare=False)
     """The measured loss by noise level, which `uncertainty` and `adaptive` use; the trainer updates it if
     `diffusion.follows_losses`."""
@@ -154,18 +177,20 @@ class Objective:
 
         Args:
             network: the network to train.
-            x0: float32 [B, C, H, W] in [-1, 1].
+            x0: float32 [B, C, H, W] in [-1, 1]; NaN is unknown with `has_unknown`.
             conditions: of the images.
             u: float32 [B] in (0, 1), clean to noisy.
             noise: like x0.
         """
+        x0, conditions = self._with_known(x0, conditions)
         u, importance = self._draw_levels(x0) if u is None else (u, None)
         noise = draw_rows(len(x0), lambda n: _normal_like(x0, n)) if noise is None else noise
-        conditions = self._hide_some(conditions, x0)
+        conditions = self._hide_pixels(self._hide_some(conditions, x0), x0)
 
         logsnr, weight, null_loss, x_t, inputs, target = self.noised(self.diffusion, x0, noise, u)
         y = network(*inputs, conditions)
-        error = self.weighted_error(weight, y, target)
+        known = conditions.known
+        error = self.weighted_error(weight, y, target) if known is None else error_of_known(weight, y, target, known)
 
         loss = error
         if self.levels is not None and isinstance(self.diffusion.weighting, Uncertainty):
@@ -177,6 +202,13 @@ class Objective:
         if importance is not None:
             loss = loss * importance
         return Loss(loss, u, null_loss, None if loss is error else error.detach(), importance)
+
+    def _with_known(self, x0: Tensor, conditions: Conditions) -> tuple[Tensor, Conditions]:
+        """Return the images with 0 where they are unknown, and the conditions with the mask of what is known."""
+        if not self.has_unknown:
+            return x0, conditions
+        x0, known = split_unknown(x0)
+        return x0, conditions._replace(known=known)
 
     def _draw_levels(self, x0: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return noise quantiles u [B] for the images x0, and their importance [B] if they are not drawn evenly."""
@@ -197,6 +229,15 @@ class Objective:
             conditions = conditions.dropped_each(each, self.spans)
         return conditions
 
+    def _hide_pixels(self, conditions: Conditions, x0: Tensor) -> Conditions:
+        """Return the conditions with a mask that hides a random share of the pixels, too, from most images x0."""
+        if conditions.known is None or not self.hides_more:
+            return conditions
+        draws = draw_rows(len(x0), lambda n: torch.rand(n, 2, 1, 1, 1, device=x0.device))
+        share = _MOST_HIDDEN * draws[:, 0] * (draws[:, 1] < _HIDDEN_FROM)
+        shown = draw_rows(len(x0), lambda n: torch.rand(n, 1, *x0.shape[2:], device=x0.device)) >= share
+        return conditions._replace(known=conditions.known * shown)
+
     def at(
         self, network: Network, x0: Tensor, conditions: Conditions, logsnr: Tensor, noise: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -205,9 +246,11 @@ class Objective:
         Returns:
             The weighted loss, and the mean squared error of the noise that the output implies; float32 [B].
         """
+        x0, conditions = self._with_known(x0, conditions)
         inputs = self.diffusion.network_input(self.diffusion.add_noise(x0, noise, logsnr), logsnr)
-        y = network(*inputs, conditions)
-        error = _squared_error(y, self.diffusion.network_target(x0, noise, logsnr))
+        y, target = network(*inputs, conditions), self.diffusion.network_target(x0, noise, logsnr)
+        known = conditions.known
+        error = _squared_error(y, target) if known is None else _error_of_known(y, target, known)
         on_noise = replace(self.diffusion, weighting=Snr())  # SNR on the image's error is 1 on the noise's
         return self.diffusion.weight(logsnr) * error, on_noise.weight(logsnr) * error
 

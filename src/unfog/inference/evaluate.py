@@ -217,6 +217,12 @@ def _possible_metrics(
     metrics = (*_usual_metrics(request, format.is_picture, features is not None), *["held_out"] * (not request.metrics))
     if not format.is_picture:
         check_for_values(metrics, str(format))
+    if run.config.data.has_unknown and not {*metrics} <= {*LOSSES}:
+        said = "metrics of samples compare whole images, and pixels of these are unknown"
+        if request.metrics:
+            raise RequestError(f"{said}; give held_out")
+        say(f"skipped: {said}")
+        metrics = tuple(name for name in metrics if name in LOSSES)
     if (reason := run.config.representation.no_bits) and "bits" in metrics:
         raise RequestError(f"{run.path}: {reason}")
     if dataset.buckets and "bits" in metrics:

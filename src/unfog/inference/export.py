@@ -55,7 +55,7 @@ def build(settings, image_channels, num_classes=0, out_channels=None, wrap=""):
     """
     from types import SimpleNamespace
 
-    conditions = SimpleNamespace(classes=range(num_classes), augment_inputs=0, columns=())
+    conditions = SimpleNamespace(classes=range(num_classes), augment_inputs=0, columns=(), mask_channels=0)
     network = {name}(SimpleNamespace(**settings), image_channels, conditions, out_channels)
     network.wrap_edges(wrap)
     return network
@@ -188,12 +188,12 @@ def _card_grid(job: _Export) -> tuple[Pixels, str]:
 def _check(run: LoadedRun, sampler: Sampler, kind: str) -> None:
     """Raise RequestError if a format cannot hold a run and its sampler."""
     check_packages(kind)
+    check_conditions_map(run.config)
     if kind == "diffusers" and not run.config.image_format.is_picture:
         raise RequestError(
             f"pipelines of diffusers make pictures of 8 bits, and this run has {run.config.image_format} with a map of "
             "its own; give --format denoiser, safetensors, onnx or pt2, which store the map"
         )
-    check_conditions_map(run.config)
     if kind == "denoiser" and run.config.representation.scaling():
         raise RequestError(
             "--format denoiser is of pixels, and this run generates latents, in which a measurement of pixels is not "

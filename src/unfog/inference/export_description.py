@@ -126,6 +126,11 @@ class _Scheduler(NamedTuple):
 
 def check_conditions_map(config: Config) -> None:
     """Raise RequestError if a run has conditions that no format of an export holds."""
+    if config.data.has_unknown:
+        raise RequestError(
+            f"data.unknown = {config.data.unknown}: the network of this run has an input for the mask of unknown "
+            "pixels, which no export has; `unfog sample` writes .npy files in the units of the source"
+        )
     if config.columns:
         names = ", ".join(sanitize(one.name) for one in config.columns)
         raise RequestError(
@@ -136,6 +141,7 @@ def check_conditions_map(config: Config) -> None:
 
 def check_network_maps(config: Config) -> None:
     """Raise RequestError if the network of a run has no equivalent in a pipeline of diffusers."""
+    check_conditions_map(config)
     if config.data.wrapped and isinstance(config.network, UNet):
         raise RequestError(
             f"wrap = {config.data.wrap} has no equivalent in diffusers, whose UNet2DModel pads with zeros, and would "

@@ -55,7 +55,7 @@ class UnfogNetwork(ModelMixin, ConfigMixin):
     @register_to_config
     def __init__(self, settings, in_channels, out_channels, sample_size, num_classes, wrap=""):
         super().__init__()
-        conditions = SimpleNamespace(classes=range(num_classes), augment_inputs=0, columns=())
+        conditions = SimpleNamespace(classes=range(num_classes), augment_inputs=0, columns=(), mask_channels=0)
         self.network = {name}(SimpleNamespace(**settings), in_channels, conditions, out_channels)
         self.network.wrap_edges(wrap)
 

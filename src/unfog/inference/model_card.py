@@ -100,6 +100,7 @@ def _data(run: LoadedRun) -> _Data:
         ("size", str(config.image_format)),
         *([("-1 to 1 of the model", describe(values.maps))] if values.maps else []),
         *([("seamless along", " and ".join(config.data.wrapped))] if config.data.wrapped else []),
+        *([("unknown values", f"{config.data.unknown_share:.2%}, left out")] if config.data.has_unknown else []),
         ("classes", ", ".join([*named, *more]) or "none"),
     ]
     return _Data(name, rows)

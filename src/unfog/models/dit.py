@@ -155,7 +155,7 @@ class DiTModel(ConditionalNetwork):
 
     def _build(self, settings: DiT, out_channels: int) -> int:
         width, area = settings.width, settings.patch**2
-        self.patch_in = nn.Linear(area * self.image_channels, width)
+        self.patch_in = nn.Linear(area * self._channels_in, width)
         self.time_embedding = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.class_embedding = self._class_table(width)
         self.blocks = nn.ModuleList([_Block(settings) for _ in range(settings.depth)])
@@ -187,7 +187,7 @@ class DiTModel(ConditionalNetwork):
         patch, embedding = self.settings.patch, self.embed(c_noise, conditions, x.dtype)
         condition = embedding if self.modulation is None else self.modulation(embedding)
         # With the linear layer this is the strided convolution of other code; `patch_out` has the same order of pixels.
-        squares = F.pixel_unshuffle(x, patch)  # [B, C patch^2, rows, columns]
+        squares = F.pixel_unshuffle(self._with_mask(x, conditions), patch)  # [B, C patch^2, rows, columns]
         rows, columns = squares.shape[2:]
         wide = torch.promote_types(x.dtype, torch.float32)
         angles = _rotations(rows, columns, self.settings.head_channels, x.device, self.wrap, wide)

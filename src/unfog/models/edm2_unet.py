@@ -175,7 +175,7 @@ class MPUNetModel(ConditionalNetwork):
     def _build(self, settings: MPUNet, out_channels: int) -> int:
         # As wide as the widest level, as in EDM2.
         first, width = settings.channels[0], max(settings.channels)
-        self.conv_in = _MPConv(self.image_channels + 1, first, 3)
+        self.conv_in = _MPConv(self._channels_in + 1, first, 3)
         self.time_embedding = _MPLinear(first, width)
         self.class_embedding = _MPEmbedding(self.num_classes + 1, width) if self.num_classes else None
         self.down, skips = _down(settings, width)
@@ -193,7 +193,8 @@ class MPUNetModel(ConditionalNetwork):
         """Compute the network's output for images of about unit variance; see `UNetModel.forward`."""
         embedding = self.embed(c_noise, conditions, x.dtype)
         # A channel of ones replaces the biases, which would break unit magnitude.
-        h = self._laid_out(self.conv_in(torch.cat([x, torch.ones_like(x[:, :1])], dim=1)))
+        shown = self._with_mask(x, conditions)
+        h = self._laid_out(self.conv_in(torch.cat([shown, torch.ones_like(x[:, :1])], dim=1)))
         skips = [h]
         for block in self.down:
             h = self._run(block, h, embedding)

@@ -138,6 +138,7 @@ class ConditionalNetwork(nn.Module):
     ):
         super().__init__()
         self.settings, self.image_channels, self.num_classes = settings, image_channels, len(conditions.classes)
+        self.mask_channels = conditions.mask_channels
         # By the name of this package, which exported code has not.
         ours = type(self).__module__.partition(".")[0] == __name__.partition(".")[0]
         self.is_random = not ours or getattr(settings, "dropout", 1) > 0
@@ -178,12 +179,31 @@ class ConditionalNetwork(nn.Module):
         # saved: putting them in order at each call takes 3 to 7% of a step (docs/decisions/0016-memory-format.md).
         return h.contiguous(memory_format=torch.channels_last) if self.channels_last else h
 
+    @property
+    def _channels_in(self) -> int:
+        """Channels of what `_with_mask` returns."""
+        return self.image_channels + self.mask_channels
+
+    def _with_mask(self, x: Tensor, conditions: ConditionsLike) -> Tensor:
+        """Return x [B, C, H, W] with 0 where it is unknown, and behind it the mask, 1 where it is known.
+
+        `RequestError` if there is a mask, and the network has no such input.
+        """
+        known = Conditions.of(conditions).known
+        if not self.mask_channels:
+            if known is not None:
+                raise RequestError("a mask was given to a network without that input; train with data.unknown")
+            return x
+        if known is None:
+            return torch.cat([x, torch.ones_like(x)], dim=1)
+        return torch.cat([x.masked_fill(known == 0, 0.0), known.to(x.dtype)], dim=1)
+
     def _add_conditions(self, hidden: Tensor, conditions: ConditionsLike) -> Tensor:
         """Add the embeddings of all conditions but the class; `RequestError` if the network has no such input."""
         told = Conditions.of(conditions)
         if self.column_embedding is not None:
             hidden = hidden + self.column_embedding(told, len(hidden), hidden.dtype)
-        elif any(each is not None for each in told[2:]):
+        elif any(each is not None for each in told._replace(known=None)[2:]):
             raise RequestError("columns were given to a network without them; train with data.condition")
         if told.augment is None:
             return hidden

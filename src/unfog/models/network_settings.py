@@ -14,6 +14,7 @@ from unfog.custom import CustomPart
 from unfog.errors import RequestError
 from unfog.values.condition_format import ConditionFormat
 from unfog.values.image_format import CHANNELS, check_sides, describe_channels, size_of
+from unfog.values.unknown import NONE
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -48,6 +49,17 @@ class NetworkSettings:
             raise RequestError(
                 f"wrap = {wrap} needs a network whose edges can be joined: --network unet, mpunet, dit or a size of "
                 f"them; {self.kind} pads with zeros or has positions without a period"
+            )
+
+    takes_mask: ClassVar[bool] = False
+    """Whether it has an input for `Conditions.known`, which `data.unknown` needs."""
+
+    def check_mask(self, unknown: str) -> None:
+        """Raise `RequestError` if pixels are unknown, `data.unknown` of a run, and the network takes no mask."""
+        if unknown != NONE and not self.takes_mask:
+            raise RequestError(
+                f"data.unknown = {unknown} needs a network with an input for the mask: --network unet, mpunet, dit or "
+                f"a size of them; {self.kind} has none"
             )
 
     def build(self, channels: int, conditions: ConditionFormat, out_channels: int | None) -> Any:
@@ -134,6 +146,7 @@ class CustomNetwork(CustomPart, NetworkSettings):
 
     kind: ClassVar[str] = "custom"
     noun: ClassVar[str] = "a network"
+    takes_mask: ClassVar[bool] = True
 
     def check(self, size: int | tuple[int, int]) -> None:
         if not self.path:
@@ -243,6 +256,11 @@ def take_conditions(network: nn.Module, format: ConditionFormat) -> None:
             raise RequestError(
                 f"{type(network).__name__}.forward takes a label alone, and the images have {names}: name its third "
                 "parameter `conditions`, and read them from it; or train without these columns"
+            )
+        if format.mask_channels:
+            raise RequestError(
+                f"{type(network).__name__}.forward takes a label alone, and data.unknown needs an input for the mask: "
+                "name its third parameter `conditions`, and read `conditions.known` from it, which may be None"
             )
         # A hook rather than a module around it, which would change the names of the weights. It is not compiled, as it
         # would be a graph of its own: torch compiles no call around hooks as one.

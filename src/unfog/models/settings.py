@@ -29,6 +29,7 @@ class _OwnLevels(LevelSettings):
     """Base of the settings of both of our U-Nets."""
 
     wraps: ClassVar[bool] = True
+    takes_mask: ClassVar[bool] = True
     lowest_side: ClassVar[int] = 2  # a single pixel could not be normalised when one image is sampled
     remedy: ClassVar[str] = ", or fewer levels"
     channels: tuple[int, ...]
@@ -178,6 +179,7 @@ class DiT(PatchSettings):
     kind: ClassVar[str] = "dit"
     model: ClassVar[str] = "unfog.models.dit:DiTModel"
     wraps: ClassVar[bool] = True
+    takes_mask: ClassVar[bool] = True
     reference_lr: ClassVar[float] = 5e-3  # docs/decisions/0013-networks.md
     width: int = setting(256, at_least=8, at_most=16384)
     """Channels of a token."""

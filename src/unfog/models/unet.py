@@ -148,7 +148,7 @@ class UNetModel(ConditionalNetwork):
     def _build(self, settings: UNet, out_channels: int) -> int:
         # The embedding has 4 times the channels of the first level, as in DDPM.
         first, width = settings.channels[0], 4 * settings.channels[0]
-        self.conv_in = Conv2d(self.image_channels, first, 3, padding=1)
+        self.conv_in = Conv2d(self._channels_in, first, 3, padding=1)
         self.time_embedding = nn.Sequential(nn.Linear(first, width), nn.SiLU(), nn.Linear(width, width))
         self.class_embedding = self._class_table(width)
         if self.class_embedding is not None:
@@ -178,7 +178,7 @@ class UNetModel(ConditionalNetwork):
             RequestError: a condition was given to a network without an input for it.
         """
         embedding = self.embed(c_noise, conditions, x.dtype)
-        skips = [self._laid_out(self.conv_in(x))]
+        skips = [self._laid_out(self.conv_in(self._with_mask(x, conditions)))]
         for level in self.down:
             skips += level(skips[-1], embedding, self._run)
         h: Tensor = skips[-1]

@@ -124,8 +124,9 @@ def build_loss(config: Config, state: TrainState | None = None) -> LossFunction:
 
 def build_objective(config: Config) -> Objective:
     interleaved = config.training.noise == "batch"  # a batch drawn at once is split between micro-batches and ranks
-    each, spans = config.condition_dropout, config.conditions.spans
-    return Objective(config.diffusion, config.label_dropout, each, spans, interleaved)
+    each, spans, data = config.condition_dropout, config.conditions.spans, config.data
+    unknown = data.has_unknown, data.masks_vary
+    return Objective(config.diffusion, config.label_dropout, each, spans, interleaved, *unknown)
 
 
 def fitted(objective: Objective, state: TrainState) -> Objective:

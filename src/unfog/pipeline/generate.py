@@ -88,7 +88,11 @@ class GenerationSettings:
 
     def conditions(self, config: Config, indices: Sequence[int], device: torch.device) -> Conditions:
         """Return the conditions of these samples of a run."""
-        return config.conditions.conditions(self.given, indices).to(device)
+        conditions = config.conditions.conditions(self.given, indices)
+        if (known := config.data.known_in_samples()) is not None:
+            mask = torch.from_numpy(known).float()
+            conditions = conditions._replace(known=mask.expand(len(indices), *mask.shape))
+        return conditions.to(device)
 
 
 def generate_images(
@@ -172,6 +176,8 @@ def _generate_batches(
             x = sampler(*parts, watch) if encoded_edit is None else encoded_edit(sampler, *parts, watch)
             if watch and watch.stopped:
                 break
+            if conditions.known is not None:
+                x = x.masked_fill(conditions.known == 0, math.nan)
             images = image_map.decode(x) if edit is None else edit.keep(image_map.decode(x))
             calls(round((denoiser.images + (weaker.images if weaker else 0)) / len(indices)))
             yield indices, config.image_format.to_pictures(images)

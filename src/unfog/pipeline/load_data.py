@@ -155,8 +155,8 @@ def _keep_values(config: Config, dataset: Dataset) -> Dataset:
     _check_for_pictures(config, dataset.settings)
     if is_auto(config.data, "dtype") and not config.data.requested_dtype:
         say(f"  {kept_line(dataset.settings.image_format)}")
-    dataset, line = fit_values(dataset)
-    if line:
+    dataset, lines = fit_values(dataset)
+    for line in lines:
         say(f"  {line}")
     return dataset
 
@@ -170,6 +170,11 @@ def _check_for_pictures(config: Config, data: Data) -> None:
         raise RequestError(f"data.aspect = keep scales pictures, and these images are {kind}; omit it")
     if config.autoencoder_folder or config.autoencoder.factor:
         raise RequestError(f"autoencoders take pictures, and these images are {kind}; train on their values instead")
+    if config.evaluate.metrics and data.has_unknown:
+        raise RequestError(
+            "evaluate.metrics compare whole images, and pixels of these are unknown; omit them: the held-out loss is "
+            "measured"
+        )
     values = config.evaluate.VALUES
     if wrong := [name for name in config.evaluate.metrics if name not in values]:
         raise RequestError(

@@ -84,6 +84,11 @@ def build_measurement(
         raise RequestError(
             "this run generates latents, in which a measurement of images is not linear; measure takes runs on pixels"
         )
+    if config.data.unknown_mask:
+        raise RequestError(
+            "pixels are unknown in all images of this run, and a measurement would take values there that nothing is "
+            "known of; measure takes runs whose samples are complete"
+        )
     function, name, code, own_noise = _read_measure(measure, run)
     y = _read_observed(observed)
     deviation = _read_noise(own_noise if noise is None else noise, y)

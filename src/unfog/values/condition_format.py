@@ -45,6 +45,8 @@ class ConditionFormat:
     """Length of the augmentation condition."""
     columns: tuple[ColumnFacts, ...] = ()
     """Facts on all columns but the class, in the order of their names."""
+    mask_channels: int = 0
+    """Channels of `Conditions.known`, as many as the image has; 0 if all values are known."""
 
     def __post_init__(self) -> None:
         names = [one.name for one in self.columns]
@@ -72,8 +74,8 @@ class ConditionFormat:
 
     @property
     def inputs(self) -> int:
-        """Upper bound of the rows of all layers that embed conditions, the null class among them."""
-        return 1 + AUGMENT_INPUTS + sum(kind_of(one.kind).inputs(one) for one in self.facts)
+        """Upper bound of the rows of all layers that embed conditions, the null class and the mask among them."""
+        return 1 + AUGMENT_INPUTS + 9 * self.mask_channels + sum(kind_of(one.kind).inputs(one) for one in self.facts)
 
     @property
     def spans(self) -> tuple[Span, ...]:

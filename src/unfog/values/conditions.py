@@ -36,6 +36,8 @@ class Conditions(NamedTuple):
     """int64 [B], the class of each image; -1 where it is not told."""
     augment: Tensor | None = None
     """float32 [B, 9], how each image was augmented; 0 if it was not. It is never dropped, as the image shows it."""
+    known: Tensor | None = None
+    """float32 [B, C, H, W], 1 where a value of the image is known and 0 elsewhere; None if all are. Never dropped."""
     numbers: Tensor | None = None
     """float32 [B, K], a number for each column, in the units of the source; NaN where it is not known or hidden."""
     categories: Tensor | None = None

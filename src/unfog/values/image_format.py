@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unfog.errors import RequestError
 from unfog.values import value_maps
 from unfog.values.colour_map import COLOUR_MAPS, GREY, colour_table
+from unfog.values.unknown import NAN, NONE, filler_of, neighbour_of
 from unfog.values.value_maps import ChannelMap
 
 if TYPE_CHECKING:
@@ -104,6 +105,13 @@ class StoredValues:
     high: float = 255.0
     maps: tuple[ChannelMap, ...] = ()
     """Fitted map of each channel, in place of the linear one; () without any."""
+    unknown: str = NONE
+    """What stands for unknown values: see `values.unknown`."""
+
+    @cached_property
+    def filler(self) -> float | None:
+        """NaN or the number that stands for unknown values; None if all are known."""
+        return filler_of(self.unknown)
 
     @cached_property
     def half(self) -> float:
@@ -133,7 +141,13 @@ class StoredValues:
         return kind
 
     def to_model(self, stored: Tensor) -> Tensor:
-        """Convert stored values [..., C, H, W] to float32, about in [-1, 1]."""
+        """Convert stored values [..., C, H, W] to float32, about in [-1, 1]; unknown ones become NaN."""
+        x0 = self._mapped(stored)
+        if self.filler is None or self.unknown == NAN:  # NaN is NaN in every map
+            return x0
+        return x0.masked_fill(stored.float().eq(self.filler), math.nan)
+
+    def _mapped(self, stored: Tensor) -> Tensor:
         if self.maps:
             return value_maps.to_model(self.maps, stored)
         if self.floating:  # the difference first, as the range may be far from 0
@@ -143,6 +157,12 @@ class StoredValues:
 
     def to_stored(self, x0: Tensor) -> Tensor:
         """Convert model values [..., C, H, W] to the stored type, or float32: the inverse of `to_model`."""
+        if self.filler is not None and self.unknown != NAN:
+            stored = replace(self, unknown=NONE).to_stored(x0.nan_to_num(0.0))
+            of_unknown, of_known = (stored.new_full((), each) for each in (self.filler, neighbour_of(self.filler)))
+            if not stored.dtype.is_floating_point:
+                stored = stored.where(stored != of_unknown, of_known)
+            return of_unknown.where(x0.isnan(), stored)
         return self.rounded(self.to_units(x0))
 
     def to_units(self, x0: Tensor) -> Tensor:
@@ -182,6 +202,7 @@ class StoredValues:
         if stored.dtype == np.uint8 and not self.maps:
             return stored
         x0 = self.to_model(torch.from_numpy(np.array(stored)))  # a copy, as mapped files are read-only
+        x0 = x0 if self.filler is None else x0.nan_to_num(-1.0)  # unknown values are black
         shown: NDArray[np.uint8] = ((x0 + 1) * 127.5).round().clamp(0, 255).byte().numpy()
         return shown
 

@@ -93,18 +93,27 @@ def flat(maps: Sequence[ChannelMap]) -> tuple[float, ...]:
 
 
 def fit(text: str, values: NDArray[Any]) -> tuple[ChannelMap, ...]:
-    """Fit the maps of settings to finite values [N, C, H, W].
+    """Fit the maps of settings to values [N, C, H, W] that are finite, or NaN where they are not known.
 
     linear takes the least and the most value of all channels to -1 and 1, minmax those of each channel, percentile its
     percentiles. standard takes the mean to 0 and two standard deviations to 1. log and arcsinh take the ends of their
-    curves to -1 and 1. RequestError if a channel has values that the map does not take, or that are too large or too
-    alike for float32.
+    curves to -1 and 1. RequestError if a channel has no known value, values that the map does not take, or values that
+    are too large or too alike for float32.
     """
+    import numpy as np
+
     kinds = parse_maps(text, values.shape[1])
-    whole = (float(values.min()), float(values.max()))
+    known = ~np.isnan(values)
+    if not known.all():
+        channels = [values[:, i][known[:, i]] for i in range(values.shape[1])]
+    else:
+        channels = [values[:, i] for i in range(values.shape[1])]
+    if empty := [i for i, channel in enumerate(channels) if not channel.size]:
+        raise RequestError(f"channel {empty[0]} is unknown in all training images; leave it out")
+    whole = (float(min(channel.min() for channel in channels)), float(max(channel.max() for channel in channels)))
     if whole[0] == whole[1]:
         raise RequestError(f"all values of the training images are {whole[0]:g}, so there is nothing to learn")
-    return tuple(_fit_channel(i, kind, p, values[:, i], whole) for i, (kind, p) in enumerate(kinds))
+    return tuple(_fit_channel(i, kind, p, channels[i], whole) for i, (kind, p) in enumerate(kinds))
 
 
 def _fit_channel(
@@ -152,7 +161,7 @@ def _check_size(channel: int, kind: str, low: float, high: float) -> None:
     if kind != "log" and max(abs(low), abs(high)) > _LARGEST:
         raise RequestError(
             f"channel {channel} has values from {low:g} to {high:g}, and data.map = {kind} takes values up to "
-            f"{_LARGEST:g}; if some stand for missing values, store NaN there, which leaves those images out; else "
+            f"{_LARGEST:g}; if some stand for missing values, store NaN there and give --data.unknown nan; else "
             "divide all values by a constant"
         )
 

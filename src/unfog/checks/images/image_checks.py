@@ -17,6 +17,7 @@ from unfog.checks.images.image_scan import BLANK_DEVIATION, ImageScan, Progress
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.data.lazy import LazyPixels
+from unfog.data.settings import Data
 from unfog.diffusion.target import EdmF
 from unfog.diffusion.weighting import Edm
 from unfog.reporting.charts import line_chart
@@ -37,6 +38,7 @@ _DIM, _PALE, _CONTRAST = 96, 160, 96  # 99% of all values are below, above, or w
 _GREY = 3.0  # levels by which the channels of a grey image differ after a colour conversion
 _OTHER_RANGE = "give the values of the files that are to be black and white: --data.range 0 4095, for example"
 _CONSTANT = 0.9999  # share of the pixels of a channel that are of one level
+_MOST_UNKNOWN = 0.9  # share of the values
 _SIGMA = 1.25  # factor by which sigma_data may be off
 
 
@@ -65,6 +67,7 @@ def _run_checks(scan: ImageScan, config: Config, progress: Progress | None = Non
             *dataset_checks.check_dataset(scan, config),
             _check_all_equal(scan),
             Finding("data.range", "fine", said),
+            *([_check_unknown(scan.prepared.settings)] if scan.prepared.settings.has_unknown else []),
         ]
     equal, value_range = _check_all_equal(scan), _check_value_range(scan)
     found = [*dataset_checks.check_dataset(scan, config), equal, value_range]
@@ -76,6 +79,22 @@ def _run_checks(scan: ImageScan, config: Config, progress: Progress | None = Non
     if scan.complete and equal.severity != "fatal" and value_range.severity != "fatal":
         found += check_duplicates(scan, progress)
     return found
+
+
+def _check_unknown(data: Data) -> Finding:
+    """Say how many values are unknown, and check that there are some and that not nearly all are."""
+    mask = data.known_in_samples()
+    always = 0.0 if mask is None else float((~mask).mean())
+    remedy = (
+        "omit data.unknown, as the mask is an input of the network" if not data.unknown_share else "leave images out"
+    )
+    return Finding.graded(
+        "data.unknown",
+        f"{data.unknown_share:.2%} of the values are unknown, {always:.2%} in all images",
+        (not data.unknown_share, "warning", ", so that the mask has no effect", remedy),
+        (data.unknown_share > _MOST_UNKNOWN, "warning", ", so that little is learned of each image", remedy),
+        facts={"unknown": data.unknown_share, "in_all": always},
+    )
 
 
 def _check_all_equal(scan: ImageScan) -> Finding:

@@ -106,6 +106,7 @@ def _check_range(pixels: Tensor, augment: Augment) -> Finding:
     """Check that the training loop sees these pixels in [-1, 1], and on both sides of 0 if they should be."""
     with torch.random.fork_rng(devices=[]):
         x0, _ = augment(pixels)
+    x0 = x0 if augment.values.filler is None else x0[~x0.isnan()]
     low, high, mean, std = (float(v) for v in (x0.min(), x0.max(), x0.mean(), x0.std()))
     if not augment.values.bounded:
         said = f"values of {len(pixels)} images become {low:.3f} to {high:.3f}"
@@ -143,8 +144,8 @@ def _check_edges(x0: Tensor, wrap: str) -> Finding:
 def _jump_at_edge(x0: Tensor, dim: int) -> float:
     """Return the mean difference of the first and last pixels along `dim`, over that of neighbours."""
     side = x0.shape[dim]
-    edge = (x0.select(dim, 0) - x0.select(dim, side - 1)).abs().mean()
-    return float(edge / x0.diff(dim=dim).abs().mean().clamp_min(1e-6))
+    edge = (x0.select(dim, 0) - x0.select(dim, side - 1)).abs().nanmean()  # NaN is unknown
+    return float(edge / x0.diff(dim=dim).abs().nanmean().clamp_min(1e-6))
 
 
 def _check_timesteps(diffusion: Diffusion) -> Finding:
@@ -209,7 +210,7 @@ def _check_input_scale(diffusion: Diffusion, x0: Tensor) -> Finding:
     for logsnr in diffusion.schedule(torch.linspace(1e-3, 1 - 1e-3, 33)):
         level = logsnr.expand(len(x0))
         shown, _ = diffusion.network_input(diffusion.add_noise(x0, noise, level), level)
-        loudness.append(float(shown.square().mean().sqrt()))
+        loudness.append(float(shown.square().nanmean().sqrt()))
     low, high = min(loudness), max(loudness)
     return Finding.graded(
         "settings.input_scale",

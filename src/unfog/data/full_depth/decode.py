@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from unfog.data.bit_depth import UNKNOWN_REMEDY
 from unfog.data.sources.base import ImageError
 from unfog.values.image_format import ImageFormat
+from unfog.values.unknown import find_unknown, neighbour_of
 
 # Crops and resizes one channel, an image of Pillow's mode "F", to the sides of the result.
 Fit = Callable[[Image.Image], Image.Image]
@@ -24,19 +26,49 @@ def to_planes(values: NDArray[Any], format: ImageFormat, fit: Fit | None) -> NDA
     planes = values[None] if values.ndim == 2 else values.transpose(2, 0, 1)
     if len(planes) != format.channels:
         raise ImageError(f"{len(planes)} channels instead of {format.channels}")
-    dtype = format.dtype
+    dtype, filler = format.dtype, format.values.filler
+    unknown = None if filler is None else find_unknown(planes, filler)
+    if unknown is not None and unknown.all():
+        raise ImageError("unknown as a whole")
     _check_type(planes, dtype)
     if dtype.kind == "f":
         with np.errstate(over="ignore"):
             planes = planes.astype(dtype, copy=False)
-        if not np.isfinite(planes).all():
-            finite = np.isfinite(values).all()
-            raise ImageError(f"values beyond {dtype}" if finite else "with NaN or infinity in it")
+        if not (np.isfinite(planes) if unknown is None else np.isfinite(planes) | unknown).all():
+            raise ImageError(_not_finite(values, dtype))
+        # One bit pattern of NaN, so that fingerprints and packs depend on the mask alone.
+        planes = planes if unknown is None or not unknown.any() else np.where(unknown, dtype.type(np.nan), planes)
     if fit is not None:
-        fitted = np.stack([np.asarray(fit(Image.fromarray(plane.astype(np.float32)))) for plane in planes])
-        planes = fitted if dtype.kind == "f" else fitted.round().clip(np.iinfo(dtype).min, np.iinfo(dtype).max)
+        planes = _fitted(planes, unknown, filler, dtype, fit)
+        if unknown is not None and find_unknown(planes, np.nan if dtype.kind == "f" else filler or 0.0).all():
+            raise ImageError("unknown as a whole once it is resized, as each pixel is computed from unknown ones")
     result: NDArray[Any] = planes.astype(dtype, copy=False)
     return result
+
+
+def _not_finite(values: NDArray[Any], dtype: np.dtype[Any]) -> str:
+    """Return why values cannot be kept as a floating type."""
+    if np.isnan(values).any():
+        return f"with NaN in it ({UNKNOWN_REMEDY})"
+    return f"values beyond {dtype}" if np.isfinite(values).all() else "with infinity in it"
+
+
+def _fitted(
+    planes: NDArray[Any], unknown: NDArray[np.bool_] | None, filler: float | None, dtype: np.dtype[Any], fit: Fit
+) -> NDArray[Any]:
+    """Return planes [C, H, W] cropped and resized. What is computed from an unknown value is unknown."""
+    floating = planes.astype(np.float32)
+    if unknown is not None:
+        floating[unknown] = np.nan
+    fitted = np.stack([np.asarray(fit(Image.fromarray(plane))) for plane in floating])
+    if dtype.kind == "f":
+        return fitted
+    ends = np.iinfo(dtype)
+    rounded: NDArray[Any] = fitted.round().clip(ends.min, ends.max)
+    if unknown is None or filler is None:
+        return rounded
+    rounded[rounded == filler] = neighbour_of(filler)  # computed, and not unknown
+    return np.where(np.isnan(fitted), filler, rounded)
 
 
 def _check_type(planes: NDArray[Any], dtype: np.dtype[Any]) -> None:

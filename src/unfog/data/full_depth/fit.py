@@ -11,25 +11,38 @@ from numpy.typing import NDArray
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.data.settings import Data
 from unfog.values import value_maps
+from unfog.values.unknown import find_unknown, mask_to_text
 
 _VALUES_READ = 2**24  # of the training images: 64 MB
 _BLOCK = 64  # images that are read at once
 
 
-def fit_values(dataset: Dataset) -> tuple[Dataset, str]:
-    """Return the dataset with the value map of its settings fitted, and a line on it; (dataset, "") if none is to fit.
+def fit_values(dataset: Dataset) -> tuple[Dataset, list[str]]:
+    """Return the dataset with its value map fitted and its unknown values counted, and a line on each that is new.
 
-    The map is fitted to all training images, or to evenly spread ones that have 17 million values in all. RequestError
-    if a map does not fit the values.
+    Both are of all training images, or of evenly spread ones that have 17 million values in all. RequestError if a map
+    does not fit the values.
     """
     settings = dataset.settings
-    if not settings.fitted_map or settings.map_values or not len(dataset.train):
-        return dataset, ""
+    to_fit = settings.fitted_map and not settings.map_values
+    to_find = settings.has_unknown and not settings.unknown_share
+    if not (to_fit or to_find) or not len(dataset.train):
+        return dataset, []
     rows = _sampled_rows(dataset.train)
     values = _read(dataset.train, rows)
-    maps = value_maps.fit(settings.fitted_map, values)
-    fitted = replace(settings, map=settings.fitted_map, map_values=value_maps.flat(maps))
-    return replace(dataset, settings=fitted), _line(fitted, values, len(dataset.train))
+    of = f"{len(values):,} of " * (len(values) < len(dataset.train)) + f"{len(dataset.train):,} training images"
+    lines = []
+    if settings.filler is not None:
+        # Floating point is stored with NaN, whatever stood for it.
+        unknown = np.isnan(values) | find_unknown(values, settings.filler)
+        values[unknown] = np.nan
+        settings = replace(settings, unknown_share=float(unknown.mean()), unknown_mask=mask_to_text(np.all(unknown, 0)))
+        lines.append(_unknown_line(settings, unknown, of))
+    if to_fit:
+        maps = value_maps.fit(settings.fitted_map, values)
+        settings = replace(settings, map=settings.fitted_map, map_values=value_maps.flat(maps))
+        lines.append(_line(settings, values, of))
+    return replace(dataset, settings=settings), lines
 
 
 def _sampled_rows(images: ImageSet) -> NDArray[np.int64]:
@@ -45,8 +58,18 @@ def _read(images: ImageSet, rows: NDArray[np.int64]) -> NDArray[Any]:
     return values
 
 
-def _line(settings: Data, values: NDArray[Any], images: int) -> str:
-    found = f"{values.min():,.6g} to {values.max():,.6g}"
-    of = f"{images:,} training images" if len(values) == images else f"{len(values):,} of {images:,} training images"
+def _unknown_line(settings: Data, unknown: NDArray[np.bool_], of: str) -> str:
+    images, always = int(unknown.any((1, 2, 3)).sum()), float(unknown.all(0).mean())
+    if not images:
+        return f"data.unknown = {settings.unknown}: all values are known in {of}"
+    said = f"{settings.unknown_share:.2%} of the values are unknown, in {images:,} images of {of}"
+    complete = ", and samples are complete"
+    return f"data.unknown = {settings.unknown}: {said}" + (
+        f"; {always:.2%} are unknown in all of them, and in samples" if always else complete
+    )
+
+
+def _line(settings: Data, values: NDArray[Any], of: str) -> str:
+    found = f"{np.nanmin(values):,.6g} to {np.nanmax(values):,.6g}"
     ends = value_maps.describe(settings.stored_values.maps)
     return f"data.map = {settings.map}: values from {found} in {of}; -1 to 1 for the network is {ends}"

@@ -16,6 +16,7 @@ from unfog.data.sources.base import ImageError, Source
 from unfog.data.sources.image_files import image_error
 from unfog.errors import RequestError
 from unfog.text import sanitize
+from unfog.values.unknown import find_unknown
 
 # Images, evenly spread, whose headers say whether values are deeper than 8 bits; of a network, a read each.
 _RANGES_SAMPLED, _RANGES_SAMPLED_REMOTE = 256, 64
@@ -25,14 +26,16 @@ _VALUES_READ, _FEWEST_VALUES_READ = 64_000_000, 16  # pixels of those that are, 
 T = TypeVar("T")
 
 
-def find_ranges(source: Source, integers: bool = True) -> Ranges:
+def find_ranges(source: Source, integers: bool = True, filler: float | None = None) -> Ranges:
     """Find the ranges of the images deeper than 8 bits in a sample, whose headers are read first.
 
-    Without `integers`, these keep the range of their type. RequestError if most images have values of an unknown range,
-    RunError if an image cannot be read now.
+    Without `integers`, these keep the range of their type. Values that are equal to `filler` are unknown, and left out.
+    RequestError if most images have values of an unknown range, RunError if an image cannot be read now.
     """
     extents: dict[bool, list[Extent]] = {True: [], False: []}  # of floating point, and of integers
     for values in _deep_values(source):
+        if filler is not None:
+            values = values[~find_unknown(values, filler)]
         if (extent := extent_of(values)) is not None:
             extents[values.dtype.kind == "f"].append(extent)
     name = sanitize(source.name)

@@ -232,7 +232,8 @@ def scale_floats(values: NDArray[Any], floats: ValueRange, subject: str) -> NDAr
     if not np.isfinite(values).all():
         raise RequestError(
             f"{subject} holds NaN or infinity; leave it out, or replace those values: "
-            f"x = np.nan_to_num(x, nan={low}, posinf={high}, neginf={low})"
+            f"x = np.nan_to_num(x, nan={low}, posinf={high}, neginf={low}); if NaN is an unknown "
+            "pixel: data={'unknown': 'nan'}"
         )
     try:
         return Ranges(floats=floats).to_uint8(values)

@@ -216,7 +216,8 @@ def _without_floats(array: NDArray[Any], channels_first: bool, report: Report, s
         raise RequestError(
             f"{_named(broken)} of the array hold NaN or infinity; leave them out: "
             f"x = x[np.isfinite(x).all({tuple(range(1, array.ndim))})], or replace those values: "
-            f"x = np.nan_to_num(x, nan={low}, posinf={high}, neginf={low})"
+            f"x = np.nan_to_num(x, nan={low}, posinf={high}, neginf={low}); if NaN is an unknown "
+            "pixel: data={'unknown': 'nan'}"
         )
     if beyond := {i: extent for i, extent in enumerate(extents) if extent is not None and not floats.holds(extent)}:
         widest = min(low for low, _ in beyond.values()), max(high for _, high in beyond.values())

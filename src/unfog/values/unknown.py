@@ -1,0 +1,72 @@
+"""Unknown pixels: what stands for them in the data, and the mask of those that no image has. Imports no torch."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import zlib
+from typing import TYPE_CHECKING, Any
+
+from unfog.errors import RequestError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+NONE, NAN = "none", "nan"
+"""Values of `data.unknown`: all pixels are known, and NaN is unknown. Others are numbers as text."""
+
+
+def filler_of(text: str) -> float | None:
+    """Return NaN or the number that stands for unknown values; None for `NONE`. RequestError for anything else."""
+    if text == NONE:
+        return None
+    try:
+        filler = float(text)
+    except ValueError:
+        filler = math.inf
+    if math.isinf(filler):
+        raise RequestError(f"data.unknown = {text!r:.60} must be nan, or the number that stands for unknown pixels")
+    return filler
+
+
+def find_unknown(values: NDArray[Any], filler: float) -> NDArray[np.bool_]:
+    """Return where values are unknown, like `values`. A number is compared in the type of the values."""
+    import numpy as np
+
+    if math.isnan(filler):
+        return np.isnan(values) if values.dtype.kind == "f" else np.zeros(values.shape, np.bool_)
+    with np.errstate(over="ignore"):
+        found: NDArray[np.bool_] = values == (values.dtype.type(filler) if values.dtype.kind == "f" else filler)
+    return found
+
+
+def neighbour_of(filler: float) -> float:
+    """Return the whole number that takes the place of a known value that was rounded to `filler`."""
+    return filler - 1 if filler > 0 else filler + 1
+
+
+def mask_to_text(mask: NDArray[np.bool_]) -> str:
+    """Return a mask as text for settings: its bits, compressed; "" if nothing in it is set."""
+    import numpy as np
+
+    return base64.b64encode(zlib.compress(np.packbits(mask).tobytes(), 9)).decode() if mask.any() else ""
+
+
+def mask_from_text(text: str, shape: tuple[int, int, int]) -> NDArray[np.bool_]:
+    """Return the mask [C, H, W] that `mask_to_text` wrote. RequestError if it is damaged, or of another size."""
+    import numpy as np
+
+    count = math.prod(shape)
+    size = -(-count // 8)
+    try:
+        # No more than fits: settings may be somebody else's.
+        data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), size + 1)
+    except (binascii.Error, ValueError, zlib.error):
+        raise RequestError("data.unknown_mask is damaged; restore the config.toml of the run") from None
+    if len(data) != size:
+        raise RequestError(
+            "the run has pixels that are unknown in all images, and their mask is of another size; use the run's size"
+        )
+    return np.unpackbits(np.frombuffer(data, np.uint8), count=count).astype(np.bool_).reshape(shape)
