@@ -18,8 +18,9 @@ from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.timing import StepTime, TrialTraining, measure_step, random_images, seconds_per_call
 from unfog.process.device import choose_device
 from unfog.process.torch_flags import caller_flags_kept
-from unfog.training.precision import drawing_precision
+from unfog.training.precision import HalfWeights, drawing_precision
 from unfog.training.settings import SamplingPrecision
+from unfog.training.updates import updater
 
 import networks
 import steps
@@ -101,13 +102,17 @@ def ways(config: Config, device: torch.device) -> tuple[list[_Way], list[_Way]]:
 
 
 def on_trial(config: Config, device: torch.device) -> list[_Way]:
-    """Return our eager step with each choice that one constant of the package makes, made the other way."""
+    """Return our step with each choice that one place of the package makes, made the other way."""
     ours, small = partial(_ours, config, device), max(1, config.training.batch // 4)
     planar = partial(constant, build, "_WEIGHTS_CHANNELS_LAST_ON", ())
     apart = partial(constant, group_norm, "_FUSED", False)
+    at_once = partial(constant, updater, "_LATE_ON", ())
+    autocast = partial(constant, HalfWeights, "of", lambda network, precision: None)
     return [
         _Way("unfog eager, weights in NCHW", ours, needs_cuda=True, flags=planar),
         _Way("unfog captured, norm not fused", partial(_ours_captured, config, device), needs_cuda=True, flags=apart),
+        _Way("unfog eager, verdict at once", ours, needs_cuda=True, flags=at_once),
+        _Way("unfog eager, weights cast at each use", ours, needs_cuda=True, flags=autocast),
         _Way(f"unfog eager, batch {small}", partial(_ours, _changed(config, batch=small), device), batch=small),
     ]
 

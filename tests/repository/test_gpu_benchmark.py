@@ -476,7 +476,11 @@ FAKE = {
     "smoke captured": {"5 steps"},
     "values": NAMES["first"]["values"] - {"a checkpoint there and back"} | {"group norm, channels last, bfloat16"},
     "exact": {"2 steps twice, small in fp32", "steps plain and captured, dit-256 in bf16"},
-    "steps cifar10": STEPS | {"unfog eager, weights in NCHW", "unfog eager, batch 1", "drawing"},
+    "steps cifar10": STEPS
+    | {
+        *("unfog eager, weights in NCHW", "unfog eager, verdict at once", "unfog eager, weights cast at each use"),
+        *("unfog eager, batch 1", "drawing"),
+    },
     "profile cifar10": {"waits", "kernels of cifar10 eager", "kernels of cifar10 captured"},
     "ranks": {"all-reduce, fake", "FSDP2, fake"},
 }
