@@ -30,7 +30,7 @@ from unfog.values.image_format import CHANNELS, ImageFormat, to_pillow
 
 ImageInput = str | PathLike[str] | np.typing.NDArray[Any]
 _DEFAULT_STRENGTH = 0.6
-_OF_TRAINING = re.compile(r" \(--data\.[^)]*\)")
+_OF_TRAINING = re.compile(r" \(-{2}data\.[^)]*\)")
 _WHITE = 128  # of 255
 
 
