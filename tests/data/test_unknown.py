@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 import unfog
 from conftest import TRANSFORMER
 from unfog.checks.images.image_checks import quick_check_images
+from unfog.checks.run.run_checks import check_run
 from unfog.config.requests.pack import PackRequest
 from unfog.config.schema import Config
 from unfog.config.validate import check_request, check_sample_size
@@ -29,6 +30,7 @@ from unfog.diffusion.noise import Cosine
 from unfog.errors import RequestError
 from unfog.models.settings import DdpmPytorch
 from unfog.pipeline.pack import pack
+from unfog.process.run_folder import RunFolder
 from unfog.values import value_maps
 from unfog.values.image_format import StoredValues
 from unfog.values.unknown import mask_from_text, mask_to_text
@@ -262,3 +264,7 @@ def test_runs_do_not_depend_on_the_filler_and_samples_keep_the_fixed_mask(tmp_pa
     for form in ("safetensors", "denoiser", "onnx"):
         with pytest.raises(RequestError, match="unknown"):
             runs[0].export(tmp_path / form, format=form)
+    # The doctor does not take holes of samples for damage.
+    findings = check_run(RunFolder(runs[0].path), "cpu", samples=12)
+    assert not [one for one in findings if one.code in ("run.spectrum", "run.histogram", "run.correlation")]
+    assert "pixels of the training images are unknown" in str([one for one in findings if one.code == "run.skipped"])

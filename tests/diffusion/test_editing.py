@@ -175,7 +175,7 @@ def test_a_mask_of_two_values_may_have_transparency_that_hides_nothing(run, file
 @pytest.mark.parametrize("white", [np.nan, np.inf])
 def test_a_mask_that_is_not_finite_is_refused(run, files, white):
     _, square, mask = files
-    with pytest.raises(RequestError, match=r"mask .*NaN or infinity"):
+    with pytest.raises(RequestError, match=r"mask .* floating point with (NaN|NaN or infinity) in it; give"):
         build_edit(run.config, square, np.where(mask > 0, white, 0), None, None)
 
 

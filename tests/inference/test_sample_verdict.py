@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 from unfog.commands.sample import write_grid
+from unfog.config.schema import Config
 from unfog.evaluation.metrics import MetricResult
 from unfog.inference.compare_images import real_baseline, verdict
 from unfog.inference.evaluation_files import Evaluation
@@ -74,7 +75,7 @@ def test_files_carry_their_class_and_settings_and_the_grid_its_captions(tmp_path
     folder = SampleFolder(tmp_path, "digest", 4, ["T-shirt/top", "été"], ("photos", "step 1,200", "seed 0"))
     folder.write(range(4), samples)
     assert SampleFolder.is_unfinished(tmp_path)
-    write_grid(folder)
+    write_grid(folder, Config())
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["000000-T-shirt_top.png", "000001-été.png", "000002-T-shirt_top.png", "000003-été.png", "grid.png"]
     with Image.open(tmp_path / names[2]) as image:

@@ -88,6 +88,10 @@ FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shel
 HARMLESS_YAML = {"safe_load", "safe_dump"}
 
 
+# Code that a person names on the command line, after consent; never of a run.
+GIVEN_BY_A_PERSON = {"pipeline/measurement.py"}
+
+
 def complaints(source: ast.Module) -> list[str]:
     """What a module's source does that it must not."""
     found = []
@@ -158,7 +162,8 @@ def test_the_search_lets_pass_what_is_harmless():
 def test_nothing_runs_what_it_reads():
     assert len(trees()) > 30
     found = {place: complaints(tree) for place, tree in trees().items()}
-    assert not {path: said for path, said in found.items() if said}
+    assert {path for path, said in found.items() if said} == GIVEN_BY_A_PERSON
+    assert [len(found[path]) for path in GIVEN_BY_A_PERSON] == [2]
 
 
 def test_the_readme_says_how_to_leave_cuda_out():

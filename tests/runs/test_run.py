@@ -17,6 +17,7 @@ import unfog
 from conftest import NETWORK, few_images
 from unfog.commands.sample import write_grid
 from unfog.config.presets import preset
+from unfog.config.schema import Config
 from unfog.diffusion.noise import VP, Cosine, LogitNormal, NoiseSource
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
@@ -204,7 +205,7 @@ def test_a_grid_of_very_many_pictures_shows_the_first(tmp_path, capsys):
     pictures = np.random.default_rng(0).integers(0, 256, (1001, 1, 1, 1), np.uint8)
     folder = SampleFolder(tmp_path, "digest", len(pictures))
     folder.write(range(len(pictures)), pictures)
-    write_grid(folder)
+    write_grid(folder, Config())
     assert len(list(tmp_path.glob("0*.png"))) == 1001
     assert np.array_equal(np.asarray(Image.open(tmp_path / "grid.png")), sample_grid(pictures[:1000], []))
     assert "grid.png shows the first 1,000 of 1,001 samples" in capsys.readouterr().err

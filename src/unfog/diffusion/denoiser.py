@@ -46,8 +46,8 @@ class Denoiser:
             y = self.network(*inputs, conditions)
         with torch.autocast(x_t.device.type, enabled=False):  # float32, as samplers take small differences
             x0 = self.diffusion.recover(y, x_t, logsnr)[0]
-            if conditions.known is not None:  # the network has learned nothing of other pixels
-                x0 = x0.masked_fill(conditions.known == 0, 0.0)
+            if (known := Conditions.of(conditions).known) is not None:  # the network learned nothing of other pixels
+                x0 = x0.masked_fill(known == 0, 0.0)
             return torch.cat([x0, fraction_of(y, x_t.shape[1]).to(x0.dtype)], 1) if self.variance else x0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from os import PathLike
@@ -29,6 +30,7 @@ from unfog.values.image_format import CHANNELS, ImageFormat, to_pillow
 
 ImageInput = str | PathLike[str] | np.typing.NDArray[Any]
 _DEFAULT_STRENGTH = 0.6
+_OF_TRAINING = re.compile(r" \(--data\.[^)]*\)")
 _WHITE = 128  # of 255
 
 
@@ -127,5 +129,6 @@ def _read_image(
             return decode(partial(through, opener), format, parse_colour(background), ranges)
     except ImageError as error:
         named = quote(str(path)) if path else "the array"
-        reason = "there is no such file" if path and not path.exists() else error
+        # Without the remedies of training images, in brackets.
+        reason = "there is no such file" if path and not path.exists() else _OF_TRAINING.sub("", str(error))
         raise RequestError(f"{what} = {named} cannot be used: {reason}; give an image such as a PNG or JPEG") from None

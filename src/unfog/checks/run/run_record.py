@@ -26,7 +26,8 @@ from unfog.training.checkpoints.format import BrokenCheckpoint, CheckpointInfo, 
 
 # Settings whose change makes a run forget its roll-backs, as `events.jsonl` names them (`settings_digests`).
 FRESH_START_SETTINGS = (
-    *("optimizer.", "training.clip", "training.precision", "training.seed", "network.dropout", "label_dropout"),
+    *("optimizer.", "training.clip", "training.precision", "training.seed", "network.dropout"),
+    *("label_dropout", "condition_dropout"),
     *("data.flip", "data.jitter", "data.crop", "data.roll", "data.background", "data.range", "data.clip"),
     *("data.held_out", "images"),
     *("diffusion.weighting", "diffusion.adaptive", "ema:", "ema."),  # not ema_snapshots, which change no step

@@ -172,8 +172,8 @@ def _listed(root: Path) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
                     yield sanitize(str(folder.relative_to(root))), (tuple(shape), sanitize(str(kind))[:40])
                 continue
         if depth < _MOST_DEPTH:
-            with suppress(OSError):
-                below = sorted(one.path for one in os.scandir(folder) if one.is_dir(follow_symlinks=False))
+            with suppress(OSError), os.scandir(folder) as entries:
+                below = sorted(one.path for one in entries if one.is_dir(follow_symlinks=False))
                 pending += [(Path(one), depth + 1) for one in reversed(below)]
 
 

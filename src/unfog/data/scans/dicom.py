@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from unfog.data.scans.source import ScanSource, first_files
 from unfog.data.scans.stack import ImageStack, check_length, check_shape, native, scaled
-from unfog.data.sources.base import ImageError
+from unfog.data.sources.base import ImageError, SourceLocation
 
 _MAGIC_AT, _MAGIC = 128, b"DICM"
 _DEFLATED = "1.2.840.10008.1.2.1.99"
@@ -32,6 +32,12 @@ class DicomSource(ScanSource):
     def has_name(cls, name: str) -> bool:
         suffix = os.path.splitext(name)[1]
         return super().has_name(name) or (name != _INDEX and (not suffix or suffix[1:].isdigit()))
+
+    @classmethod
+    def match(cls, location: SourceLocation) -> SourceLocation | None:
+        if location.form == "file" and not _is_dicom(location.resolved):  # any file may have no suffix
+            return None
+        return super().match(location)
 
     @classmethod
     def is_folder_of(cls, folder: str) -> bool:

@@ -144,7 +144,7 @@ class ScanSource(Source):
         others = f", and {len(self._kinds) - 1:,} other shapes or types" * (len(self._kinds) > 1)
         return (
             f"{files:,} {self.kind} file{'s' * (files != 1)}, {images:,} image{'s' * (images != 1)}, {width}x{height}, "
-            f"{channels} channel{'s' * (channels != 1)} {dtype}{others}"
+            f"{channels} channel{'s'[: channels - 1]} {dtype}{others}"
         )
 
     def fill_settings(self, settings: Data) -> Data:

@@ -98,7 +98,8 @@ def _list_below(folder: str, patience: int | None = None) -> tuple[list[str], li
     while pending:
         prefix = pending.pop()
         try:
-            entries = os.scandir(os.path.join(folder, prefix))
+            with os.scandir(os.path.join(folder, prefix)) as found_here:
+                entries = list(found_here)
         except OSError as error:
             left_out.append(SkippedFile(prefix, f"a folder {os_error_reason(error)}"))
             continue
