@@ -20,6 +20,7 @@ import unfog
 from conftest import TRANSFORMER
 from test_docs import commands
 from unfog.cli.main import main
+from unfog.data.columns.conditions import with_conditions
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, Source
@@ -216,6 +217,21 @@ def test_classes_of_volumes_come_from_a_table_or_from_folders(tmp_path: Path) ->
         (place / f"c{i % 2}").mkdir(exist_ok=True)
         (place / f"{i}.nii.gz").rename(place / f"c{i % 2}" / f"{i}.nii.gz")
     assert prepare(open_source(place), Data(), lambda done, of: None).report.class_counts == {"c0": 12, "c1": 12}
+
+
+def test_a_table_inside_a_folder_of_volumes_gives_classes_and_conditions(tmp_path: Path) -> None:
+    place = make("nifti", tmp_path / "scans", 4)
+    nibabel.save(nibabel.Nifti1Image(VOLUME[:1].transpose(2, 1, 0), np.eye(4)), place / "4.nii.gz")  # one slice
+    rows = "".join(f"{i}.nii.gz,{'ab'[i % 2]},{30 + i}\n" for i in range(5))
+    (place / "metadata.csv").write_text("file_name,label,age\n" + rows)
+    source = with_conditions(open_source(place), "age")
+    assert source.columns["age"].values.tolist() == [30.0] * 6 + [31.0] * 6 + [32.0] * 6 + [33.0] * 6 + [34.0]
+    assert prepare(open_source(place), Data(), lambda done, of: None).report.class_counts == {"a": 13, "b": 12}
+    # A row of one slice goes before that of its file.
+    (place / "metadata.csv").write_text("file_name,age\n0.nii.gz:2,99\n" + rows.replace("a,", "").replace("b,", ""))
+    assert with_conditions(open_source(place), "age").columns["age"].values[:4].tolist() == [30.0, 30.0, 99.0, 30.0]
+    # The table beside a single file is that of the folder.
+    assert open_source(place / "0.nii.gz").table("metadata.csv") is None
 
 
 def damage(folder: Path) -> dict[str, str]:

@@ -12,7 +12,7 @@ from unfog.data.columns.kinds import column_of
 from unfog.data.dataset import Dataset
 from unfog.data.settings import Data, parse_condition
 from unfog.data.sources.base import LabelTable, Source
-from unfog.data.sources.label_tables import match_rows, read_cells
+from unfog.data.sources.label_tables import match_images, read_cells
 from unfog.data.sources.labels import AUTO_TABLES, refuse_few_matches
 from unfog.errors import RequestError
 from unfog.text import sanitize, suggest
@@ -118,7 +118,7 @@ def _matched(
 ) -> dict[str, list[Any]]:
     """Return the cells of each column, in the order of the images; None if an image has no row."""
     rows = read_cells(table, names, source.second_names)
-    row_of, unmatched = match_rows(source.names, rows)
+    row_of, unmatched = match_images(source, rows)
     refuse_few_matches(source, table, rows, row_of)
     said, count = sanitize(table.base_name), len(source.names)
     if 2 * len(unmatched) >= len(rows):

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from unfog.data.data_report import SkippedFile
 from unfog.data.scans.stack import ImageStack, check_shape
 from unfog.data.settings import Data
-from unfog.data.sources.base import ImageError, LazyNames, OpenOptions, Source, SourceLocation
+from unfog.data.sources.base import ImageError, LabelTable, LazyNames, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import files_digest, list_files
 from unfog.data.sources.image_files import SUFFIXES, image_error
 from unfog.errors import RequestError, install_command
@@ -53,10 +53,10 @@ class ScanSource(Source):
 
     def __init__(self, location: SourceLocation, options: OpenOptions) -> None:
         check_installed(self.kind, self.package)
-        self.name, self._axes = location.name, options.axes
+        self.name, self._axes, self._is_folder = location.name, options.axes, location.form == "folder"
         path = Path(location.paths[0])
         self.resolved = f"{self.prefix}:{path}"
-        if location.form == "folder":
+        if self._is_folder:
             self.folder = path
             files, self.ignored, unreadable, self.second_names = list_files(path, self.has_name)
         else:
@@ -161,6 +161,10 @@ class ScanSource(Source):
             if values.shape != stack.shape:
                 raise ImageError(f"an array of {values.dtype} {list(values.shape)}")
             return values
+
+    def table(self, name: str) -> LabelTable | None:
+        path = self.folder / name
+        return LabelTable.from_path(path) if self._is_folder and path.is_file() else None
 
     def stamp(self) -> tuple[str, int]:
         return files_digest(self.folder, self._files)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from unfog.data.sources.base import ImageError, LabelTable
+from unfog.data.sources.base import ImageError, LabelTable, Source
 from unfog.data.sources.folder import normalize_path
 from unfog.data.sources.image_files import SUFFIXES, os_error_reason
 from unfog.errors import RequestError
@@ -264,6 +264,20 @@ def _find_column(
 
 
 _Spelling = Callable[[str], str]
+
+
+def match_images(source: Source, rows: Collection[str]) -> tuple[dict[int, str], set[str]]:
+    """Return (index of an image -> its row; rows without an image), as `match_rows`.
+
+    A row of a file is that of all its images, such as the slices of a volume, if they have no row of their own.
+    """
+    row_of, unmatched = match_rows(source.names, rows)
+    if source.groups is None or not unmatched:
+        return row_of, unmatched
+    files, group = source.groups
+    row_of_file, _ = match_rows(files, rows)
+    of_files = {i: row_of_file[file] for i, file in enumerate(group.tolist()) if file in row_of_file}
+    return dict(sorted((of_files | row_of).items())), unmatched - set(row_of_file.values())
 
 
 def match_rows(names: Sequence[str], rows: Collection[str]) -> tuple[dict[int, str], set[str]]:

@@ -20,7 +20,7 @@ from unfog.data.bit_depth import DeepImage
 from unfog.data.data_report import SkippedFile
 from unfog.data.settings import LABELS, TABLES, table_and_columns
 from unfog.data.sources.base import LabelTable, SomeImages, Source
-from unfog.data.sources.label_tables import match_rows, read_table, sort_labels, strip_shard
+from unfog.data.sources.label_tables import match_images, read_table, sort_labels, strip_shard
 from unfog.errors import RequestError
 from unfog.settings import AUTO
 from unfog.text import sanitize
@@ -191,11 +191,7 @@ class _LabelTableSource(SomeImages):
     def __init__(self, source: Source, table: LabelTable) -> None:
         self.table_setting = table.setting
         rows, self._digest = read_table(table, source.second_names)
-        row_of, unmatched = match_rows(source.names, rows)
-        if not row_of and source.groups is not None:  # rows of volumes, whose slices all have their label
-            files, group = source.groups
-            row_of_file, unmatched = match_rows(files, rows)
-            row_of = {i: row_of_file[file] for i, file in enumerate(group.tolist()) if file in row_of_file}
+        row_of, unmatched = match_images(source, rows)
         refuse_few_matches(source, table, rows, row_of)
         values = [rows[row] for row in row_of.values()]
         self.classes = tuple(sort_labels(set(values) - {""}))
@@ -289,7 +285,7 @@ def _try_table(source: Source, table: LabelTable, insist: str) -> _LabelTableSou
 
 
 def refuse_few_matches(source: Source, table: LabelTable, rows: Iterable[str], row_of: Mapping[int, str]) -> None:
-    """Raise RequestError if a table names fewer than half of the images; `row_of` is of `match_rows`."""
+    """Raise RequestError if a table names fewer than half of the images; `row_of` is of `match_images`."""
     # A table that names fewer than half of the images is most likely one of other images.
     names = source.names
     if 2 * len(row_of) >= len(names):
