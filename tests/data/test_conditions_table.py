@@ -180,3 +180,12 @@ def test_arrays_of_an_npz_file_are_columns(tmp_path):
     assert columns["v"].values.shape == (12, 2)
     with pytest.raises(RequestError, match=r"few.*12 images"):
         with_conditions(source, "few")
+
+
+def test_the_first_table_that_has_the_columns_is_read(tmp_path):
+    images = folder(tmp_path / "x", table_of(NAMES, "file_name,stain", lambda i: "ab"[i % 2]))
+    (images / "labels.csv").write_text(table_of(NAMES))
+    assert with_conditions(open_source(images), "age").columns["age"].values.tolist() == [*range(12)]
+    assert with_conditions(open_source(images), "stain").columns["stain"].kind == "category"
+    with pytest.raises(RequestError, match=r"metadata\.csv has no column 'size'"):
+        with_conditions(open_source(images), "size")

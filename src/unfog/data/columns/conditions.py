@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from unfog.data.columns.kinds import column_of
 from unfog.data.dataset import Dataset
@@ -19,6 +19,8 @@ from unfog.text import sanitize, suggest
 from unfog.values.columns import CLASS, Column, without_class
 
 _Source = TypeVar("_Source", bound=Source)
+_Rows: TypeAlias = Mapping[str, tuple[Any, ...]]
+"""File name -> its cells of the columns that are asked for."""
 
 
 def with_conditions(source: _Source, setting: str, warn: Callable[[str], None] = lambda line: None) -> _Source:
@@ -40,8 +42,7 @@ def with_conditions(source: _Source, setting: str, warn: Callable[[str], None] =
         if not place and name not in found and name in source.values_by_name
     }
     if rest := [name for name in wanted if name not in found]:
-        table = _table(source, place, rest)
-        cells = _matched(source, table, rest, warn)
+        cells = _matched(source, *_read_table(source, place, rest), rest, warn)
         found |= {name: column_of(name, cells[name], source.names, wanted[name]) for name in rest}
     for name, kind in wanted.items():
         _check_kind(found[name], kind)
@@ -78,12 +79,12 @@ def select_conditions(dataset: Dataset, settings: Data) -> Dataset:
         return {name: column for name, column in columns.items() if name == CLASS or name in wanted}
 
     # Without the fingerprints of the pack, which are of all columns.
-    sets = (
-        replace(each, columns=selected(each.columns), known_fingerprint="")
-        for each in (dataset.train, dataset.held_out)
+    train, held_out = dataset.train, dataset.held_out
+    return replace(
+        dataset,
+        train=replace(train, columns=selected(train.columns), known_fingerprint=""),
+        held_out=replace(held_out, columns=selected(held_out.columns), known_fingerprint=""),
     )
-    train, held_out = sets
-    return replace(dataset, train=train, held_out=held_out)
 
 
 def _check_kind(column: Column, kind: str) -> None:
@@ -91,11 +92,12 @@ def _check_kind(column: Column, kind: str) -> None:
         raise RequestError(f"the column {column.name} is of kind {column.kind} here, and not {kind}; omit :{kind}")
 
 
-def _table(source: Source, place: str, names: Sequence[str]) -> LabelTable:
-    """Return the table of that path, or the first one at the top of the source that has the columns, or the first."""
+def _read_table(source: Source, place: str, names: Sequence[str]) -> tuple[LabelTable, _Rows]:
+    """Return the table of that path, or the first one at the top of the source that has the columns, and its rows."""
     if place:
         inside = None if os.path.isfile(os.path.expanduser(place)) else source.table(os.path.basename(place))
-        return inside or LabelTable.find(place)
+        named = inside or LabelTable.find(place)
+        return named, read_cells(named, names, source.second_names)
     tables = [table for name in AUTO_TABLES if (table := source.table(name)) is not None]
     if not tables:
         has = [*without_class(source.columns), *source.values_by_name]
@@ -104,20 +106,19 @@ def _table(source: Source, place: str, names: Sequence[str]) -> LabelTable:
             f"condition = {', '.join(names)}: {sanitize(source.name)} has no such column, and no metadata.csv or "
             f"metadata.jsonl; {told}give a table with a row for each image: --condition TABLE.csv:{','.join(names)}"
         )
-    for table in tables[:-1]:
+    errors = list[RequestError]()
+    for table in tables:
         try:
-            read_cells(table, names, source.second_names)
-        except RequestError:
-            continue
-        return table
-    return tables[-1] if len(tables) == 1 else tables[0]
+            return table, read_cells(table, names, source.second_names)
+        except RequestError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def _matched(
-    source: Source, table: LabelTable, names: Sequence[str], warn: Callable[[str], None]
+    source: Source, table: LabelTable, rows: _Rows, names: Sequence[str], warn: Callable[[str], None]
 ) -> dict[str, list[Any]]:
     """Return the cells of each column, in the order of the images; None if an image has no row."""
-    rows = read_cells(table, names, source.second_names)
     row_of, unmatched = match_images(source, rows)
     refuse_few_matches(source, table, rows, row_of)
     said, count = sanitize(table.base_name), len(source.names)

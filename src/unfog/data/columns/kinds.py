@@ -50,7 +50,7 @@ def _value(cell: Any) -> _Cell:
     if isinstance(cell, bool):
         return str(cell).lower()
     if isinstance(cell, int | float):
-        return float(cell) if math.isfinite(cell) or not math.isnan(cell) else None
+        return None if math.isnan(cell) else float(cell)
     if isinstance(cell, list | tuple):
         return tuple(cell)
     if not isinstance(cell, str):
