@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 import unfog
-from conftest import TRANSFORMER
+from float_fields import FIELDS, TINY, planes, saved
 from hostile import npy_with
 from unfog.checks.run.run_checks import check_run
 from unfog.cli.main import main
@@ -37,19 +37,7 @@ from unfog.values import value_maps
 from unfog.values.colour_map import colour_table
 from unfog.values.image_format import ImageFormat, StoredValues
 
-RNG = np.random.default_rng(0)
-NEVER = {"every": -1}
-TINY = {"network": TRANSFORMER, "steps": 2, "batch": 4, "device": "cpu", "preview": NEVER, "evaluate": NEVER}
-FIELDS = (RNG.normal(size=(24, 12, 16, 4)) * [1, 10, 100, 1000] + [0, 5, 100, -3000]).astype(np.float32)
-
-
-def saved(tmp_path: Path, values: np.ndarray, name: str = "x.npy") -> Path:
-    np.save(tmp_path / name, values)
-    return tmp_path / name
-
-
-def planes(values: np.ndarray) -> np.ndarray:
-    return values.transpose(0, 3, 1, 2)
+RNG = np.random.default_rng(1)
 
 
 @pytest.mark.parametrize("cache", ["memory", "disk", "none"])

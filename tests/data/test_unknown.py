@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 import unfog
-from conftest import TRANSFORMER
+from float_fields import FIELDS, TINY, planes, saved
 from unfog.checks.images.image_checks import quick_check_images
 from unfog.checks.run.run_checks import check_run
 from unfog.config.requests.pack import PackRequest
@@ -35,32 +34,13 @@ from unfog.values import value_maps
 from unfog.values.image_format import StoredValues
 from unfog.values.unknown import mask_from_text, mask_to_text
 
-RNG = np.random.default_rng(0)
-NEVER = {"every": -1}
-TINY: dict[str, Any] = {
-    "network": TRANSFORMER,
-    "steps": 2,
-    "batch": 4,
-    "device": "cpu",
-    "preview": NEVER,
-    "evaluate": NEVER,
-}
-FIELDS = (RNG.normal(size=(24, 12, 16, 4)) * [1, 10, 100, 1000] + [0, 5, 100, -3000]).astype(np.float32)
+RNG = np.random.default_rng(1)
 HIDDEN = RNG.random(FIELDS.shape) < 0.3
 HIDDEN[:, :3] = True  # in all images
 
 
 def with_filler(filler: float) -> np.ndarray:
     return np.where(HIDDEN, np.float32(filler), FIELDS)
-
-
-def saved(tmp_path: Path, values: np.ndarray, name: str = "x.npy") -> Path:
-    np.save(tmp_path / name, values)
-    return tmp_path / name
-
-
-def planes(values: np.ndarray) -> np.ndarray:
-    return values.transpose(0, 3, 1, 2)
 
 
 @pytest.mark.parametrize("cache", ["memory", "disk", "none"])

@@ -25,7 +25,7 @@ from unfog.values.image_format import to_pillow
 # Least and most value of an image.
 Extent = tuple[float, float]
 
-_SIXTEEN_BITS = re.compile(r";16[BLN]")  # in the tiles of a Pillow image
+_SIXTEEN_BITS = re.compile(r";16[BLN]")  # of each channel, in a raw mode of Pillow; "BGR;16" is a pixel of 16 bits
 _TOLERANCE = 1e-3  # of a range of floating point: rounding and resizing leave values beyond it
 _FLOAT_RANGES = ((0, 1), (-1, 1), (0, 255))
 _OVERSHOOT = 2  # no image of 0 to 255 is known by values below

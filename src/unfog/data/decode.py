@@ -73,8 +73,6 @@ _LOW_BYTE = {
     for order, other in (("B", "L"), ("L", "B"), ("N", "B" if sys.byteorder == "little" else "L"))
 }
 
-# Of each channel, in a raw mode; "BGR;16" is a pixel of 16 bits.
-
 # Opens an image file, or an image that Pillow has no mode for.
 Opener: TypeAlias = Callable[[], Image.Image | DeepImage]
 # Opens one, or returns an array.

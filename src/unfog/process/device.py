@@ -57,7 +57,7 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda":
         if missing := _missing_code(device):
             raise RequestError(f"device = {name}: {missing}; {_OTHER_BUILD}, or give --device cpu")
-        device = torch.device("cuda", device.index or 0)  # torch takes none without a number for the current one
+        device = torch.device("cuda", device.index or 0)  # `set_device` refuses a GPU without a number
         torch.cuda.set_device(device)  # some of torch's questions are answered for the current device alone
         compute_fp32_exactly()
     return device

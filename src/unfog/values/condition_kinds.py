@@ -191,17 +191,26 @@ class NumberKind(ConditionKind):
         return f"{facts.name} = {value:g} is outside of the training images, which have {low:g} to {high:g}" * outside
 
 
-class CategoryKind(ConditionKind):
+class _CategoriesKind(ConditionKind):
+    """Base of the kinds whose facts are names of categories."""
+
+    def check(self, facts: ColumnFacts) -> None:
+        names = facts.categories
+        if facts.statistics or not 1 <= len(names) <= MOST_CATEGORIES or len({*names}) < len(names):
+            raise RequestError(
+                f"column {facts.name!r} of kind {facts.kind} needs 1 to {MOST_CATEGORIES:,} categories of different "
+                f"names, and has {len(names):,}; group rare ones in the table"
+            )
+
+    def inputs(self, facts: ColumnFacts) -> int:
+        return len(facts.categories) + 1
+
+
+class CategoryKind(_CategoriesKind):
     """One of several categories, int64 [N], an index into their names; -1 where it is not known."""
 
     name = "category"
     field = "categories"
-
-    def check(self, facts: ColumnFacts) -> None:
-        _check_categories(facts)
-
-    def inputs(self, facts: ColumnFacts) -> int:
-        return len(facts.categories) + 1
 
     def tensor(self, columns: Sequence[NDArray[Any]]) -> Tensor:
         import numpy as np
@@ -227,17 +236,11 @@ class CategoryKind(ConditionKind):
         return facts.categories[value] if value >= 0 else ""
 
 
-class SeveralKind(ConditionKind):
+class SeveralKind(_CategoriesKind):
     """Any of several categories, int8 [N, K]: 1 for each that an image has, else 0; -1 where they are not known."""
 
     name = "several"
     field = "several"
-
-    def check(self, facts: ColumnFacts) -> None:
-        _check_categories(facts)
-
-    def inputs(self, facts: ColumnFacts) -> int:
-        return len(facts.categories) + 1
 
     def width(self, facts: ColumnFacts) -> int:
         return len(facts.categories)
@@ -417,13 +420,4 @@ def _check_statistics(facts: ColumnFacts, size: int) -> None:
         raise RequestError(
             f"column {facts.name!r} of kind {facts.kind} needs 1 to {MOST_NUMBERS} numbers, and the mean, deviation, "
             "least and largest of each; start a new run, which finds them"
-        )
-
-
-def _check_categories(facts: ColumnFacts) -> None:
-    names = facts.categories
-    if facts.statistics or not 1 <= len(names) <= MOST_CATEGORIES or len({*names}) < len(names):
-        raise RequestError(
-            f"column {facts.name!r} of kind {facts.kind} needs 1 to {MOST_CATEGORIES:,} categories of different "
-            f"names, and has {len(names):,}; group rare ones in the table"
         )

@@ -79,7 +79,8 @@ def prepare_buckets(
     for line in plan.lines(scan.size, sides[readable]):
         say(line)
     plan = plan.with_unreadable(readable)
-    own = replace(scan.settings, size=scan.size, aspect="crop", cache=where, condition="")  # whose columns the scan has
+    # Without conditions, as the scan has read their columns.
+    own = replace(scan.settings, size=scan.size, aspect="crop", cache=where, condition="")
     if scan.channels_certain:
         own = replace(own, channels=scan.channels)
     preparation = _Preparation(scan, progress, to_draw, known)

@@ -163,8 +163,7 @@ class ScanSource(Source):
             return values
 
     def table(self, name: str) -> LabelTable | None:
-        path = self.folder / name
-        return LabelTable.from_path(path) if self._is_folder and path.is_file() else None
+        return LabelTable.inside(self.folder, name) if self._is_folder else None
 
     def stamp(self) -> tuple[str, int]:
         return files_digest(self.folder, self._files)

@@ -68,8 +68,7 @@ class ArrayFolder(Source):
         return np.asarray(values.transpose(1, 2, 0) if axis == 0 else values)
 
     def table(self, name: str) -> LabelTable | None:
-        path = self.folder / name
-        return LabelTable.from_path(path) if path.is_file() else None
+        return LabelTable.inside(self.folder, name)
 
     def stamp(self) -> tuple[str, int]:
         return files_digest(self.folder, self.names)

@@ -133,6 +133,12 @@ class LabelTable:
         return cls(str(path), str(path.resolve()), partial(read_file, path, path.parent, _LARGEST_TABLE, follow=True))
 
     @classmethod
+    def inside(cls, folder: Path, name: str) -> LabelTable | None:
+        """Return the table of that file name in a folder, None if there is none."""
+        path = folder / name
+        return cls.from_path(path) if path.is_file() else None
+
+    @classmethod
     def find(cls, path: str, *folders: str) -> LabelTable:
         """Return the label table at a path, absolute or in one of the folders. Raises RequestError if it is missing."""
         places = [os.path.expanduser(path), *(os.path.join(folder, os.path.basename(path)) for folder in folders)]

@@ -81,8 +81,7 @@ class FolderSource(Source):
         return files_digest(self.folder, self.names)
 
     def table(self, name: str) -> LabelTable | None:
-        path = self.folder / name
-        return LabelTable.from_path(path) if path.is_file() else None
+        return LabelTable.inside(self.folder, name)
 
 
 def normalize_path(name: str) -> str:

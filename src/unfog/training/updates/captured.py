@@ -69,7 +69,7 @@ class CapturedStep:
         if reason := _why_not_captured(self._computer, self._updater.why_at_once):
             self._give_up(reason)
             return None
-        if not self._addresses:  # before the first step, so that all steps of a run, also a resumed one, add up alike
+        if not self._addresses:  # from the first step on, so that a run and its resumes compute the same sums
             getattr(self._computer.state.model, "fuse_layers", lambda: None)()
         # At first, and after a roll-back, which loads an optimiser with new tensors.
         state = self._computer.state
