@@ -23,7 +23,15 @@ ConditionsLike: TypeAlias = "Conditions | Tensor | None"
 """Conditions, a label alone, int64 [B], or None for no condition."""
 # Value of each condition for an image whose condition is hidden. Conditions not listed here are never dropped.
 _NAN = float("nan")
-_NOT_TOLD: dict[str, float] = {"label": -1, "numbers": _NAN, "categories": -1, "several": _NAN, "vectors": _NAN}
+_NOT_TOLD: dict[str, float] = {
+    "label": -1,
+    "numbers": _NAN,
+    "categories": -1,
+    "several": _NAN,
+    "vectors": _NAN,
+    "image": _NAN,
+    "tokens": -1,
+}
 
 
 class Conditions(NamedTuple):
@@ -46,6 +54,10 @@ class Conditions(NamedTuple):
     """float32 [B, K], 1 for each category that an image has, else 0, of all columns; NaN where they are not known."""
     vectors: Tensor | None = None
     """float32 [B, D], the numbers of all columns, in the units of the source; NaN where they are not known."""
+    image: Tensor | None = None
+    """float32 [B, K, H, W], channels of all images that are conditions, in model values; NaN where not known."""
+    tokens: Tensor | None = None
+    """int64 [B, L], the tokens of a text, and -1 after its end; all -1 where the text is not known or hidden."""
 
     @classmethod
     def of(cls, given: ConditionsLike) -> Conditions:
