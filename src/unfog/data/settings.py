@@ -36,7 +36,9 @@ KeptType = Literal["uint16", "float32", "float16"]
 LABELS = (AUTO, "folders", "none")
 # Values of `Data.labels`, and suffixes of the tables that it may name instead.
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson")
-CONDITION_KINDS = ("number", "category", "several", "vector")
+CONDITION_KINDS = ("number", "category", "several", "vector", "text")
+TEXT_NAMES = ("text", "caption", "captions", "prompt")
+"""Names of columns whose cells are captions."""
 _TABLE = re.compile(r"(.*\.(?:csv|tsv|jsonl|ndjson))(?::(.+))?", re.IGNORECASE | re.DOTALL)
 
 
@@ -120,7 +122,7 @@ class Data:
         metavar="COLUMN,COLUMN",
         see="docs/conditions.md",
     )
-    """Columns to learn, of metadata.csv or .jsonl, or [TABLE:]COLUMN[:KIND],…: number, category, several or vector."""
+    """Columns to learn, of metadata.csv or .jsonl: [TABLE:]COLUMN[:KIND],…, or text for .txt files beside images."""
     flip: bool = setting(False, short="flip", resume="free", common=True)
     """Mirror half of the images left to right; off, as text and digits do not survive it."""
     jitter: float = setting(0.0, at_least=0, at_most=1, usual="0.05 to 0.2", resume="free")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from unfog.errors import RequestError
 from unfog.text import suggest
 from unfog.values.columns import CLASS, Column
-from unfog.values.condition_kinds import ColumnFacts, Span, kind_of
+from unfog.values.condition_kinds import TEXT, ColumnFacts, Span, kind_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -52,6 +52,8 @@ class ConditionFormat:
         names = [one.name for one in self.columns]
         if CLASS in names or len({*names}) < len(names):
             raise RequestError(f"columns = {', '.join(names)} must have other names than {CLASS}, and each its own")
+        if len(texts := [one.name for one in self.columns if one.kind == TEXT]) > 1:
+            raise RequestError(f"columns {' and '.join(texts)} are captions, and a run has one such column")
 
     @classmethod
     def numbered(cls, classes: int = 0, augment_inputs: int = 0) -> ConditionFormat:
@@ -66,6 +68,11 @@ class ConditionFormat:
     @property
     def _facts_by_name(self) -> dict[str, ColumnFacts]:
         return {one.name: one for one in self.facts}
+
+    @property
+    def text_column(self) -> str:
+        """Name of the column of captions; "" without one."""
+        return next((one.name for one in self.columns if one.kind == TEXT), "")
 
     @property
     def can_be_dropped(self) -> bool:
@@ -161,6 +168,17 @@ class ConditionFormat:
             raise RequestError(f"label = {words[0]!r}, but this run has no classes; omit --label")
         return {**given, CLASS: words}
 
+    def with_prompts(self, given: Mapping[str, object], prompts: object) -> Mapping[str, object]:
+        """Return the requested conditions, with captions that samples cycle through. None and () request nothing."""
+        words = [] if prompts is None else _words(prompts)
+        if not words or not isinstance(given, Mapping):  # `parse` refuses the latter
+            return given
+        if not self.text_column:
+            raise RequestError("a prompt needs a run that learned captions, by --condition text; omit it")
+        if self.text_column in given:
+            raise RequestError(f"prompt and given {self.text_column!r} are the same; give one of them")
+        return {**given, self.text_column: words}
+
     def read_words(self, words: Iterable[str]) -> dict[str, object]:
         """Parse the conditions of a command line, such as "age=60" or "class=cat,dog"."""
         known, given = self._facts_by_name, dict[str, object]()
@@ -170,8 +188,9 @@ class ConditionFormat:
                 raise RequestError(f"given {word!r} must be NAME=VALUE, or NAME=VALUE,VALUE to cycle through values")
             if name in given:
                 raise RequestError(f"given {name!r} comes twice; separate its values by commas: {name}=VALUE,VALUE")
-            # A comma may be part of the name of a category.
-            given[name] = [text] if name in known and text in known[name].categories else text.split(",")
+            # A comma may be part of the name of a category, and of a caption.
+            whole = name in known and (known[name].kind == TEXT or text in known[name].categories)
+            given[name] = [text] if whole else text.split(",")
         return given
 
     def rows(self, columns: Iterable[Column], rows: Any) -> Given:
@@ -180,15 +199,19 @@ class ConditionFormat:
         return tuple((one.name, tuple(one.values[rows].tolist())) for one in columns if one.name in known)
 
     def names(self, given: Given, count: int) -> list[str]:
-        """Return names that samples cycle through: the class alone, or all conditions, such as "age=60 class=cat"."""
+        """Return names that samples cycle through: the class alone, or all conditions, such as "age=60 class=cat".
+
+        A caption is without the name of its column.
+        """
         facts = self._facts_by_name
+        named = {one.name for one in self.facts if one.kind != TEXT} if self.columns else ()
         lengths = [len(values) for _, values in given] or [0]
         cycle = min(math.lcm(*lengths), max(*lengths, count, _LONGEST_CYCLE))
 
         def name(i: int) -> str:
             each = ((facts[one], values[i % len(values)]) for one, values in given)
             shown = [(one.name, kind_of(one.kind).show(one, value)) for one, value in each]
-            return " ".join(f"{one}={text}" if self.columns else text for one, text in shown if text)
+            return " ".join(f"{one}={text}" if one in named else text for one, text in shown if text)
 
         return [name(i) for i in range(cycle)]
 

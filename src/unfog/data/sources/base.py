@@ -324,6 +324,13 @@ class Source(ABC):
         changed.
         """
 
+    def read_beside(self, i: int, suffix: str, most: int) -> bytes | None:
+        """Return at most so many bytes of the file beside image i that has its name, but this suffix; None without one.
+
+        May raise OSError or ImageError.
+        """
+        return None
+
     def table(self, name: str) -> LabelTable | None:
         """Return the label table of that file name beside or among the images, None if there is none."""
         return None

@@ -30,6 +30,10 @@ _SHARD = re.compile(r"\.tar/", re.IGNORECASE)
 _WHOLE_NUMBER = re.compile(r"-?[0-9]{1,18}")
 
 
+class MissingColumnError(RequestError):
+    """A table lacks a column that was asked for, or there is no table."""
+
+
 def strip_shard(name: str) -> str:
     """Return an image's name without the shard it is in: "s-000.tar/cats/1.jpg" -> "cats/1.jpg"."""
     return _SHARD.split(name, 1)[-1]
@@ -210,10 +214,10 @@ def _find_named(header: Sequence[str], wanted: Sequence[str], table: LabelTable)
             raise _missing_column(header, name, table)
 
 
-def _missing_column(header: Sequence[str], name: str, table: LabelTable) -> RequestError:
+def _missing_column(header: Sequence[str], name: str, table: LabelTable) -> MissingColumnError:
     near = suggest(name, [sanitize(one[:30]) for one in header[:_COMPARED]])
     hint = near if len(near) < _LONGEST_HINT else f"; it has {', '.join(sanitize(one[:30]) for one in header[:12])}, …"
-    return RequestError(f"{sanitize(table.name)} has no column {sanitize(name)!r}{hint}")
+    return MissingColumnError(f"{sanitize(table.name)} has no column {sanitize(name)!r}{hint}")
 
 
 def _is_blank(row: Mapping[str, Any]) -> bool:
