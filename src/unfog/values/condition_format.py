@@ -13,6 +13,7 @@ from unfog.values.columns import CLASS, Column
 from unfog.values.condition_kinds import TEXT, ColumnFacts, Span, kind_of
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
     from unfog.values.conditions import Conditions
@@ -24,13 +25,16 @@ Given: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
 _LONGEST_CYCLE = 1000  # names of samples that columns of different lengths have together
 
 
-def conditions_of(columns: Iterable[Column]) -> Conditions:
-    """Return the conditions of B images from their columns, with values [B, …], on the CPU."""
+def conditions_of(columns: Iterable[Column], turn: NDArray[np.int64] | None = None) -> Conditions:
+    """Return the conditions of B images from their columns, with values [B, …], on the CPU.
+
+    `turn` [B] picks one of several captions of each image; None picks the first.
+    """
     from unfog.values.conditions import Conditions
 
     parts: dict[str, list[NDArray[Any]]] = {}
     for column in sorted(columns, key=lambda each: each.name):
-        parts.setdefault(column.kind, []).append(column.values)
+        parts.setdefault(column.kind, []).append(kind_of(column.kind).pick(column.values, turn))
     kinds = ((kind_of(name), values) for name, values in parts.items())
     return Conditions(**{kind.field: kind.tensor(values) for kind, values in kinds})
 
@@ -196,7 +200,8 @@ class ConditionFormat:
     def rows(self, columns: Iterable[Column], rows: Any) -> Given:
         """Return the conditions of the images at these rows. Columns that the run does not have are left out."""
         known = self._facts_by_name
-        return tuple((one.name, tuple(one.values[rows].tolist())) for one in columns if one.name in known)
+        picked = ((one.name, kind_of(one.kind).pick(one.values[rows], None)) for one in columns if one.name in known)
+        return tuple((name, tuple(values.tolist())) for name, values in picked)
 
     def names(self, given: Given, count: int) -> list[str]:
         """Return names that samples cycle through: the class alone, or all conditions, such as "age=60 class=cat".

@@ -103,6 +103,10 @@ class ConditionKind:
         """Describe the values for people, such as "20 to 89"."""
         return f"{len(facts.categories)} of them"
 
+    def pick(self, values: NDArray[Any], turn: NDArray[np.int64] | None) -> NDArray[Any]:
+        """Return values [B, …] with one of several that an image has: that of its `turn` [B], by default the first."""
+        return values
+
     def concern(self, facts: ColumnFacts, value: Any) -> str:
         """Return why samples of this value may be poor; "" if the training images have such values."""
         return ""
@@ -356,6 +360,7 @@ class VectorKind(ConditionKind):
 class TextKind(ConditionKind):
     """A caption as its tokens, int [N, L]; -1 after its end, and all of them -1 where it is not known.
 
+    [N, K, L] are up to K captions of each image, those that it has first.
     The categories of its facts are the merges of its `Tokenizer`, and the statistics the size of the vocabulary and L.
     """
 
@@ -366,8 +371,8 @@ class TextKind(ConditionKind):
         right = False
         with suppress(ValueError, OverflowError):
             vocabulary, length = map(int, facts.statistics)
-            right = (vocabulary, length) == facts.statistics and 1 <= length <= LONGEST_TEXT
-            right = right and vocabulary == tokenizer_of(facts.categories).vocabulary <= MOST_TOKENS
+            whole = (vocabulary, length) == facts.statistics and 1 <= length <= LONGEST_TEXT
+            right = whole and vocabulary == tokenizer_of(facts.categories).vocabulary <= MOST_TOKENS
         if right:
             return
         raise RequestError(
@@ -392,7 +397,15 @@ class TextKind(ConditionKind):
     def known(self, values: NDArray[Any]) -> NDArray[np.bool_]:
         import numpy as np
 
-        return np.asarray(values[:, 0] >= 0)
+        return np.asarray(self.pick(values, None)[:, 0] >= 0)
+
+    def pick(self, values: NDArray[Any], turn: NDArray[np.int64] | None) -> NDArray[Any]:
+        import numpy as np
+
+        if values.ndim == 2 or turn is None:
+            return values if values.ndim == 2 else values[:, 0]
+        count = (values[:, :, 0] >= 0).sum(1)
+        return np.asarray(values[np.arange(len(values)), turn % np.maximum(count, 1)])
 
     def tensor(self, columns: Sequence[NDArray[Any]]) -> Tensor:
         import numpy as np

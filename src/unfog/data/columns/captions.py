@@ -17,12 +17,14 @@ from unfog.errors import RequestError
 from unfog.text import sanitize
 from unfog.values.columns import Column
 from unfog.values.condition_kinds import TEXT
-from unfog.values.tokenizer import Tokenizer, learn_merges
+from unfog.values.tokenizer import Tokenizer, learn_merges, normalize_caption
 
 SUFFIX = ".txt"
 """Ending of the file with the caption of an image, beside it."""
 MOST_LENGTH = 64
 """Most tokens of a caption, unless a run says otherwise."""
+MOST_CAPTIONS = 8
+"""Most captions of an image."""
 _FILE_BYTES = 2**16  # of a text file that are read
 _LEARNED = 200_000  # captions, evenly spaced, that the tokenizer is learned from
 _COVERED, _ROUNDED = 0.99, 8  # share of the captions that are not cut, and what the length is a multiple of
@@ -53,13 +55,14 @@ def caption_column(
     training: Callable[[], NDArray[np.int64]],
     warn: Callable[[str], None] = lambda line: None,
 ) -> Column:
-    """Return the column of the captions in `cells`: their tokens, int16 [N, L], -1 after the end and if unknown.
+    """Return the column of the captions in `cells`: their tokens, -1 after the end and where they are unknown.
 
-    The tokenizer and L are found from the training images.
+    The values are int16 [N, L], or [N, K, L] if an image has up to K captions. The tokenizer and L are found from the
+    training images.
 
     Args:
         name: of the column.
-        cells: a text for each image; bytes of a file; a list of texts, of which the first counts; None if unknown.
+        cells: a text for each image, or a list of texts; bytes of a file with a caption a line; None if unknown.
         names: of the images.
         training: returns the indices of the training images.
         warn: called with one line on what is remarkable.
@@ -68,25 +71,24 @@ def caption_column(
         RequestError: no image has a caption, or all have the same.
     """
     findings = _Findings()
-    texts = [_caption(cell, image, findings) for cell, image in zip(cells, names)]
-    rows = training()
-    rows = rows[np.array([texts[i] != "" for i in rows.tolist()], bool)]
-    if len({texts[i] for i in rows.tolist()}) < 2:
-        why = "is one text for all images" if len(rows) else "is empty for all images"
+    texts = [_captions(cell, image, findings) for cell, image in zip(cells, names)]
+    learned = [text for i in training().tolist() for text in texts[i]]
+    if len({*learned}) < 2:
+        why = "is one text for all images" if learned else "is empty for all images"
         raise RequestError(f"the column {sanitize(name)} {why}: it cannot be a condition; leave it out")
-    step = -(-len(rows) // _LEARNED)
-    merges = learn_merges(texts[i] for i in rows[::step].tolist())
+    merges = learn_merges(learned[:: -(-len(learned) // _LEARNED)])
     tokenizer = Tokenizer(merges)
-    tokens = [np.array(tokenizer.encode(text), np.int16) for text in texts]
-    length = _length(np.array([len(tokens[i]) for i in rows.tolist()]))
-    values = np.full((len(texts), length), -1, np.int16)
-    for i, each in enumerate(tokens):
-        values[i, : len(each)] = each[:length]
-        if len(each) > length:
-            findings.add(f"longer than {length} tokens, and cut there", names[i])
+    tokens = [[np.array(tokenizer.encode(text), np.int16) for text in each] for each in texts]
+    length = _length(np.array([len(tokenizer.encode(text)) for text in learned]))
+    values = np.full((len(texts), max(map(len, tokens)), length), -1, np.int16)
+    for i, several in enumerate(tokens):
+        for k, each in enumerate(several):
+            values[i, k, : len(each)] = each[:length]
+            if len(each) > length:
+                findings.add(f"longer than {length} tokens, and cut there", names[i])
     if line := findings.line(name):
         warn(line)
-    return Column(name, TEXT, values, merges)
+    return Column(name, TEXT, values if values.shape[1] > 1 else values[:, 0], merges)
 
 
 def _length(lengths: NDArray[np.int64]) -> int:
@@ -121,26 +123,24 @@ def has_caption_files(source: Source) -> bool:
     return 2 * sum(source.read_beside(i, SUFFIX, 1) is not None for i in some) > len(some)
 
 
-def _caption(cell: Any, image: str, findings: _Findings) -> str:
-    """Return the caption of a cell; "" if it is not known."""
+def _captions(cell: Any, image: str, findings: _Findings) -> list[str]:
+    """Return the captions of a cell, [] if none is known."""
     if isinstance(cell, bytes):
-        lines = [line.strip() for line in _decoded(cell, image, findings).splitlines()]
-        value: Any = tuple(line for line in lines if line)
+        value: Any = tuple(line.strip() for line in _decoded(cell, image, findings).splitlines())
     else:
         value = cell_value(cell)
-        value = value if isinstance(value, tuple) else () if value is None else (value,)
-    texts = [str(int(each) if isinstance(each, float) and each.is_integer() else each) for each in value if each != ""]
-    if len(texts) > 1:
-        findings.add("of several captions, of which the first is learned", image)
-    text = texts[0] if texts else ""
-    if "\0" in text:
+        value = value if isinstance(value, tuple) else (value,)
+    written = [str(int(each) if isinstance(each, float) and each.is_integer() else each) for each in value if each]
+    if any("\0" in text for text in written):
         findings.add("with NUL bytes, which are spaces", image)
-    return text
+    if len(texts := [text for text in written if normalize_caption(text)]) > MOST_CAPTIONS:
+        findings.add(f"with more than {MOST_CAPTIONS} captions, of which the first are learned", image)
+    return texts[:MOST_CAPTIONS]
 
 
 def _decoded(content: bytes, image: str, findings: _Findings) -> str:
     """Return a file of text, in whatever usual encoding it has."""
-    if len(content) > _FILE_BYTES:
+    if cut := len(content) > _FILE_BYTES:
         findings.add(f"larger than {_FILE_BYTES // 1024} KB, of which the beginning counts", image)
         content = content[:_FILE_BYTES]
     for mark, encoding in _MARKS.items():
@@ -150,8 +150,8 @@ def _decoded(content: bytes, image: str, findings: _Findings) -> str:
         if 3 * content[first::2].count(0) > len(content):
             return content.decode(encoding, "replace")
     try:
-        # Not final, as the end may be in the middle of a letter.
-        return codecs.getincrementaldecoder("utf-8")().decode(content)
+        # Of a file that is cut, the end may be in the middle of a letter.
+        return codecs.getincrementaldecoder("utf-8")().decode(content, final=not cut)
     except UnicodeDecodeError:
         findings.add("not in UTF-8, and read as Windows-1252", image)
         return content.decode("cp1252", "replace")

@@ -205,7 +205,10 @@ def _check_names(
         raise _refused(name, f"holds names of files, such as {_shown(next(iter(counts)))}")
     if len(counts) > max(_FEW, _UNIQUE * known) or len(counts) > MOST_CATEGORIES:
         few = "most of which no two images share" if len(counts) > _UNIQUE * known else f"over {MOST_CATEGORIES:,}"
-        raise _refused(name, f"has {len(counts):,} different values for {known:,} images, {few}; group them")
+        raise RequestError(
+            f"the column {sanitize(name)} has {len(counts):,} different values for {known:,} images, {few}, and cannot "
+            f"be a category; if these are captions, take {sanitize(name)}:text, else group them"
+        )
 
 
 def _sorted(counts: Counter[str]) -> tuple[str, ...]:

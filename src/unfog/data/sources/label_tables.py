@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from unfog.data.settings import TEXT_NAMES
 from unfog.data.sources.base import ImageError, LabelTable, Source
 from unfog.data.sources.folder import normalize_path
 from unfog.data.sources.image_files import SUFFIXES, os_error_reason
@@ -261,6 +262,8 @@ def _find_column(
         if remedy is None:
             remedy = f"name those of files and labels: --data.labels {sanitize(table.base_name)}:FILE,LABEL"
         call += f"{', or ' * bool(call and remedy)}{remedy}"
+        if of == "labels" and (captions := [key for key in there if key in TEXT_NAMES]):
+            call = f"--condition {captions[0]} learns its captions; or {call}"
         raise RequestError(f"{said} has no column {named}, only {has}; {call}")
     if len(columns) > 1:
         raise RequestError(f"{said} has {len(columns)} columns called {sanitize(columns[0].strip())}; keep one")
