@@ -18,7 +18,7 @@ from unfog.data.lazy import LazyPixels, PendingDecode
 from unfog.data.permutation import epoch_keys, permute
 from unfog.device.copies import to_device
 from unfog.errors import RequestError
-from unfog.values.condition_kinds import TEXT
+from unfog.values.condition_format import TEXT
 from unfog.values.conditions import Conditions
 
 _BLOCK = 16  # positions that are decoded as one piece of work

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from unfog.errors import RequestError
 from unfog.text import suggest
 from unfog.values.columns import CLASS, Column
-from unfog.values.condition_kinds import TEXT, ColumnFacts, Span, kind_of
+from unfog.values.condition_kinds import ColumnFacts, Span, kind_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from unfog.values.conditions import Conditions
 
+TEXT = "text"
+"""Name of the kind of columns that hold texts."""
 AUGMENT_INPUTS = 9
 """Length of `Conditions.augment`."""
 Given: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
@@ -70,13 +72,13 @@ class ConditionFormat:
         return (*([ColumnFacts(CLASS, CLASS, tuple(self.classes))] if self.classes else []), *self.columns)
 
     @property
-    def _facts_by_name(self) -> dict[str, ColumnFacts]:
-        return {one.name: one for one in self.facts}
+    def text(self) -> ColumnFacts | None:
+        """Facts on the column of texts, of which there is at most one; None without it."""
+        return next((one for one in self.columns if one.kind == TEXT), None)
 
     @property
-    def text_column(self) -> str:
-        """Name of the column of captions; "" without one."""
-        return next((one.name for one in self.columns if one.kind == TEXT), "")
+    def _facts_by_name(self) -> dict[str, ColumnFacts]:
+        return {one.name: one for one in self.facts}
 
     @property
     def can_be_dropped(self) -> bool:
@@ -177,11 +179,11 @@ class ConditionFormat:
         words = [] if prompts is None else _words(prompts)
         if not words or not isinstance(given, Mapping):  # `parse` refuses the latter
             return given
-        if not self.text_column:
+        if self.text is None:
             raise RequestError("a prompt needs a run that learned captions, by --condition text; omit it")
-        if self.text_column in given:
-            raise RequestError(f"prompt and given {self.text_column!r} are the same; give one of them")
-        return {**given, self.text_column: words}
+        if self.text.name in given:
+            raise RequestError(f"prompt and given {self.text.name!r} are the same; give one of them")
+        return {**given, self.text.name: words}
 
     def read_words(self, words: Iterable[str]) -> dict[str, object]:
         """Parse the conditions of a command line, such as "age=60" or "class=cat,dog"."""

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-TEXT = "text"
-"""Kind of the column that holds captions."""
 Span: TypeAlias = tuple[str, int, int]
 """(a field of `Conditions`, first of its values, and the one after the last) of a column."""
 
@@ -364,14 +362,14 @@ class TextKind(ConditionKind):
     The categories of its facts are the merges of its `Tokenizer`, and the statistics the size of the vocabulary and L.
     """
 
-    name = TEXT
+    name = "text"
     field = "tokens"
 
     def check(self, facts: ColumnFacts) -> None:
         right = False
         with suppress(ValueError, OverflowError):
             vocabulary, length = map(int, facts.statistics)
-            whole = (vocabulary, length) == facts.statistics and 1 <= length <= LONGEST_TEXT
+            whole = all(each == int(each) for each in facts.statistics) and 1 <= length <= LONGEST_TEXT
             right = whole and vocabulary == tokenizer_of(facts.categories).vocabulary <= MOST_TOKENS
         if right:
             return

@@ -36,8 +36,8 @@ def number_of(word: object, names: Sequence[str]) -> int | None:
     """Return the number of the category of this name; None if there is none."""
     if str(word) in names:
         return names.index(str(word))
-    composed = [unicodedata.normalize("NFC", name) for name in names]
-    return composed.index(composed(word)) if composed(word) in composed else None
+    spelled = [unicodedata.normalize("NFC", name) for name in names]
+    return spelled.index(composed(word)) if composed(word) in spelled else None
 
 
 def read_category(facts: ColumnFacts, word: object) -> int:

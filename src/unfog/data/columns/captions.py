@@ -16,7 +16,7 @@ from unfog.data.sources.image_files import os_error_reason
 from unfog.errors import RequestError
 from unfog.text import sanitize
 from unfog.values.columns import Column
-from unfog.values.condition_kinds import TEXT
+from unfog.values.condition_format import TEXT
 from unfog.values.tokenizer import Tokenizer, learn_merges, normalize_caption
 
 SUFFIX = ".txt"

@@ -21,7 +21,7 @@ from unfog.data.sources.labels import AUTO_TABLES, refuse_few_matches
 from unfog.errors import RequestError
 from unfog.text import sanitize, suggest
 from unfog.values.columns import CLASS, Column, without_class
-from unfog.values.condition_kinds import TEXT
+from unfog.values.condition_format import TEXT
 
 _Source = TypeVar("_Source", bound=Source)
 _Rows: TypeAlias = Mapping[str, tuple[Any, ...]]
