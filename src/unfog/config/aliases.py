@@ -118,7 +118,7 @@ _DROPOUT = Advice(
 )
 _FIND_LR = Advice("unfog find-lr SOURCE finds a rate on a throwaway copy, and draws the curve", ("optimizer.lr",))
 _LR_SCALING = Advice(
-    "the automatic learning rate follows the square root of the batch, which suits Adam and Muon better than a linear rule",
+    "the automatic learning rate follows the square root of the batch, as suits Adam and Muon better than a linear rule",
     ("optimizer.lr", "training.batch"),
 )
 _POOR = Advice("unfog doctor RUN finds the cause by its symptom; unfog docs fix-it lists symptoms and remedies")
@@ -137,9 +137,9 @@ _DURATION = Advice(
 )
 _INVERSE_SNR = Advice("give --weighting inverse-snr", ("diffusion.weighting",))
 _SHARDS = Advice("give the shards as SOURCE: unfog train 'https://host/set-{000..099}.tar'", ("data.cache",))
-_SEVERAL_GPUS = Advice("start it by torchrun --nproc-per-node 4 -m unfog train SOURCE; unfog docs distributed says more")
+_SEVERAL_GPUS = Advice("give torchrun --nproc-per-node 4 -m unfog train SOURCE; unfog docs distributed says more")
 _LOADER = Advice(
-    "images are shuffled, in an order that follows from the position; threads, pinned memory and epochs need no setting",
+    "images are shuffled in an order that follows from the position; threads and pinned memory need no setting",
     ("data.cache",),
 )
 _SCALING = Advice(
