@@ -118,7 +118,7 @@ _DROPOUT = Advice(
 )
 _FIND_LR = Advice("unfog find-lr SOURCE finds a rate on a throwaway copy, and draws the curve", ("optimizer.lr",))
 _LR_SCALING = Advice(
-    "the automatic learning rate follows the square root of the batch, as suits Adam and Muon better than a linear rule",
+    "the automatic learning rate is as the square root of the batch; a linear rule suits SGD",
     ("optimizer.lr", "training.batch"),
 )
 _POOR = Advice("unfog doctor RUN finds the cause by its symptom; unfog docs fix-it lists symptoms and remedies")
