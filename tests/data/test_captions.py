@@ -166,7 +166,7 @@ def test_what_is_remarkable_is_one_line():
 def test_the_tokenizer_and_the_length_are_those_of_the_training_images():
     made = column([*TEXTS, *["held held out words " * 4] * 4], training=range(12))
     assert "held" not in "".join(made.categories)
-    assert made.values.shape == (16, 8)
+    assert made.values.shape == (16, 16)
 
 
 def test_sets_without_captions_are_refused(tmp_path):

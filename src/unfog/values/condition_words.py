@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from unfog.errors import RequestError
 from unfog.text import suggest, valid_text
@@ -13,12 +13,23 @@ from unfog.text import suggest, valid_text
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from unfog.values.condition_kinds import ColumnFacts
-
 SHOWN = 5
 """Categories of a column, or words, in a message."""
 MOST_NUMBERS = 512
 """Largest number of numbers of a vector."""
+
+
+class _Facts(Protocol):
+    """A `condition_kinds.ColumnFacts`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def categories(self) -> tuple[str, ...]: ...
+    @property
+    def statistics(self) -> tuple[float, ...]: ...
 
 
 def split_several(text: str) -> list[str]:
@@ -40,7 +51,7 @@ def number_of(word: object, names: Sequence[str]) -> int | None:
     return spelled.index(composed(word)) if composed(word) in spelled else None
 
 
-def read_category(facts: ColumnFacts, word: object) -> int:
+def read_category(facts: _Facts, word: object) -> int:
     """Return the number of the category of this name. RequestError if there is none."""
     found = number_of(word, facts.categories)
     if found is None:
@@ -51,7 +62,7 @@ def read_category(facts: ColumnFacts, word: object) -> int:
     return found
 
 
-def read_number(facts: ColumnFacts, word: object) -> float:
+def read_number(facts: _Facts, word: object) -> float:
     """Return a word as a number. RequestError if it is none, or too large."""
     try:
         number = math.nan if isinstance(word, bool) else float(cast(Any, word))
@@ -86,7 +97,7 @@ def statistics_of(name: str, values: NDArray[Any]) -> tuple[float, ...]:
     return tuple(map(float, np.concatenate([known.mean(0), deviations, known.min(0), known.max(0)])))
 
 
-def check_statistics(facts: ColumnFacts, size: int) -> None:
+def check_statistics(facts: _Facts, size: int) -> None:
     """Raise RequestError unless facts have the statistics of so many numbers, and no categories."""
     given = facts.statistics
     right = 1 <= size <= MOST_NUMBERS and len(given) == 4 * size and all(map(math.isfinite, given))

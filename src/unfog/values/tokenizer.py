@@ -85,7 +85,7 @@ class Tokenizer:
         return text.decode("utf-8", "ignore").removeprefix(" ")
 
     def split_words(self, text: str) -> list[str]:
-        """Return the words of a text that are no single token, as they occur at most once in the captions."""
+        """Return the words of a text that are several tokens, as they occur at most once in the captions."""
         words = dict.fromkeys(word.strip() for word in _words(text) if any(map(str.isalnum, word)))
         return [word for word in words if min(len(self._of_word(word)), len(self._of_word(f" {word}"))) > 1]
 

@@ -94,9 +94,7 @@ def _check_sides(captions: Sequence[str], flip: bool) -> Finding:
 def _check_held_out(held_out: Sequence[str], training: set[str]) -> Finding:
     """Check how many held-out captions are training captions as well."""
     shared = sum(text in training for text in held_out)
-    remedy = (
-        "the held-out loss says nothing of new captions: `unfog sample RUN --prompt` with words in other orders does"
-    )
+    remedy = "the held-out loss is of captions that were trained on; look at samples of prompts that no image has"
     return Finding.graded(
         "data.caption_leak",
         f"{format_share(shared, len(held_out))} held-out captions are also training captions",
