@@ -27,7 +27,7 @@ MOST_CAPTIONS = 8
 """Most captions of an image."""
 _FILE_BYTES = 2**16  # of a text file that are read
 _LEARNED = 200_000  # captions, evenly spaced, that the tokenizer is learned from
-# Share of the captions that are not cut; and what the length is a multiple of, so that a prompt may have some more words.
+# Share of captions that are not cut; and what the length is a multiple of, so that a prompt may have some more words.
 _COVERED, _ROUNDED = 0.99, 16
 _MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 
