@@ -24,7 +24,7 @@ _MOST_WORDS = 100_000  # whose tokens are remembered
 _WORDS = re.compile(r" ?[^ !-/:-@\[-`{-~]{1,32}| ?[!-/:-@\[-`{-~]")
 # Marks of direction and of byte order say nothing, and soft hyphens are spelling.
 _INVISIBLE = re.compile("[\u00ad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
-_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_CONTROLS = re.compile(r"[\0-\x1f\x7f-\x9f]")
 
 
 def normalize_caption(text: str) -> str:
