@@ -8,12 +8,14 @@ from PIL import Image
 import unfog
 from unfog.cli.main import main
 from unfog.errors import RequestError
-from unfog.models.condition_layers import ColumnEmbedding
+from unfog.inference.run import Run
+from unfog.models.condition_layers import ColumnEmbedding, column_inputs
 from unfog.models.network_settings import build_model
 from unfog.models.settings import SIZES
 from unfog.runs.weights.weights_source import _EMBEDDINGS
 from unfog.values.columns import Column
 from unfog.values.condition_format import ConditionFormat, conditions_of, facts_of
+from unfog.values.conditions import Conditions
 
 NAN = float("nan")
 NEVER = {"every": -1}
@@ -181,3 +183,49 @@ def test_words_of_a_command_become_values():
     told = FORMAT.conditions(given, range(2))
     assert told.vectors.tolist() == [[1, 2], [1, 2]]
     assert told.categories.tolist() == [[-1], [-1]]
+
+
+def outputs(network, told):
+    x = torch.randn(3, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return network.eval()(x, torch.tensor([1.0, 400.0, 900.0]), told)
+
+
+@pytest.mark.slow
+def test_a_condition_that_is_added_to_a_trained_run_begins_at_zero(cells, tmp_path, capsys):
+    settings = TINY | {"lr": 1e-2}
+    old = unfog.train(cells, out=tmp_path / "old", condition="age", steps=4, data={"labels": "none"}, **settings)
+    new = unfog.train(cells, out=tmp_path / "new", condition="age,stain", init=old.path, steps=2, **settings)
+    assert "stain begins at zero" in "".join(capsys.readouterr())
+    first = Run(new.path, step=0).network
+    ages = Conditions(numbers=torch.tensor([[3.0], [25.0], [NAN]]))
+    before = outputs(old.network, ages)
+    assert not torch.allclose(before[0], outputs(old.network, ages.dropped())[0]), "the age has an effect"
+    for stain in ([0, 1, -1], [1, -1, 0]):
+        torch.testing.assert_close(outputs(first, ages._replace(categories=torch.tensor(stain)[:, None])), before)
+    weight = new.network.column_embedding.linear.weight
+    assert float(weight[:, 12:].abs().max()) > 0, "the layer of the stain is trained"
+    other = unfog.train(cells, out=tmp_path / "other", condition="stain", init=old.path, steps=1, **settings)
+    assert "stain begins at zero" in "".join(capsys.readouterr())
+    assert float(Run(other.path, step=0).network.column_embedding.linear.weight.abs().max()) == 0
+
+
+def test_places_of_columns_in_the_layer_are_those_that_it_computes():
+    embedding = build_model(SIZES["tiny"], 1, FORMAT).column_embedding
+    places = column_inputs(FORMAT.columns)
+    assert sum(place.stop - place.start for place in places.values()) == embedding.linear.in_features
+    for one in FORMAT.columns:
+        (column,) = (each for each in COLUMNS if each.name == one.name)
+        other = TOLD._replace(
+            **conditions_of([*(each for each in COLUMNS if each is not column), column.rows([1, 0, 2])])._asdict()
+        )
+        with torch.no_grad():
+            embedding.linear.weight.zero_()
+            embedding.linear.weight[:, places[one.name]] = 1 + torch.arange(
+                places[one.name].stop - places[one.name].start
+            )
+        assert not torch.equal(embedding(TOLD, 3, torch.float32), embedding(other, 3, torch.float32))
+        with torch.no_grad():
+            embedding.linear.weight.fill_(1.0)
+            embedding.linear.weight[:, places[one.name]] = 0
+        torch.testing.assert_close(embedding(TOLD, 3, torch.float32), embedding(other, 3, torch.float32))
