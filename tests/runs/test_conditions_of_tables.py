@@ -1,13 +1,19 @@
 """Numbers, categories, several and vectors of a table, from training to samples."""
 
+import os
+import signal
+import time
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 import unfog
+from launches import ended, launched, output, workers  # noqa: F401  a fixture
 from unfog.cli.main import main
 from unfog.errors import RequestError
+from unfog.inference.model_card import _data
 from unfog.inference.run import Run
 from unfog.models.condition_layers import ColumnEmbedding, column_inputs
 from unfog.models.network_settings import build_model
@@ -32,9 +38,9 @@ TOLD = conditions_of(COLUMNS)._replace(label=torch.tensor([0, 1, 0]))
 
 
 def main_status(words):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as left:
         main(words)
-    return ended.value.code
+    return left.value.code
 
 
 @pytest.fixture
@@ -71,6 +77,9 @@ def test_a_table_is_trained_resumed_and_drawn_from(cells, tmp_path, capsys):
         "place": "vector",
         "stain": "category",
     }
+    rows = dict(_data(run).rows)
+    assert rows["condition stain"] == "category, 2 values: HE, PAS"
+    assert rows["condition age"].startswith("number, 0 to 29")
     unfog.resume(tmp_path / "run", steps=2)
     words = ["sample", str(run.path), "-n", "4", "--steps", "2", "--device", "cpu", "--out", str(tmp_path / "out")]
     assert main_status([*words, "--given", "age=3,90", "stain=HE", "marks=red", "place=1;2", "--guidance", "2"]) in (
@@ -183,6 +192,42 @@ def test_words_of_a_command_become_values():
     told = FORMAT.conditions(given, range(2))
     assert told.vectors.tolist() == [[1, 2], [1, 2]]
     assert told.categories.tolist() == [[-1], [-1]]
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("ended")
+def test_two_ranks_with_conditions_that_are_killed_end_as_if_nothing_had_happened(cells, tmp_path):
+    words = [
+        "--condition",
+        "age,stain,marks,place",
+        "--size",
+        "16",
+        "--network",
+        "tiny",
+        "--batch",
+        "4",
+        "--steps",
+        "12",
+    ]
+    words += ["--checkpoint.every", "3", "--checkpoint.keep", "9", "--preview.every", "-1", "--evaluate.every", "-1"]
+    words += ["--device", "cpu", "--microbatch", "1"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert output(launched(2, "train", whole, *words, images=cells)).count("condition age: number") == 1
+    process = launched(2, "train", killed, *words, images=cells)
+    while not (killed / "checkpoints" / "00000003").is_dir():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    for worker in workers(process).values():
+        os.kill(worker, signal.SIGKILL)
+    process.communicate()
+    output(launched(2, "resume", killed))
+    for name in ("model.safetensors", "ema.safetensors"):
+        first, second = (run / "checkpoints" / "00000012" / name for run in (whole, killed))
+        assert first.read_bytes() == second.read_bytes()
+    shift(cells)
+    said = launched(2, "resume", killed, "--steps", "13").communicate(timeout=300)[0]
+    assert "columns with other values: age" in said
 
 
 def outputs(network, told):
