@@ -45,7 +45,7 @@ def check_conditions(train: ImageSet, held_out: ImageSet) -> list[Finding]:
         return []
     rows = evenly_spaced(len(train), _ROWS)
     few = {name: columns[name].rows(rows) for name in list(columns)[:_COLUMNS]}
-    comparable = {name: found for name, column in few.items() if (found := _comparable(column)) is not None}
+    comparable = {name: one for name, column in few.items() if (one := _comparable(column)) is not None}
     found = [_check_coverage(others), _check_pairs(comparable)]
     if CLASS in comparable:
         found.append(_check_classes(comparable))
@@ -146,7 +146,7 @@ def _is_function(column: _Comparable, label: _Comparable) -> bool:
         return False
     pairs = np.unique(np.stack([label.values[known], column.values[known]]), axis=1)
     classes = len(np.unique(pairs[0]))
-    return 1 < classes == pairs.shape[1] <= known.sum() / 2
+    return bool(1 < classes == pairs.shape[1] <= known.sum() / 2)
 
 
 def _check_groups(train: Mapping[str, Column], held_out: Mapping[str, Column]) -> list[Finding]:
