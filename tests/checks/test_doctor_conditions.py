@@ -1,4 +1,4 @@
-"""Findings of the doctor on conditions: images of each value, columns that tell the same, values that name images."""
+"""Findings of the doctor on conditions: images of each value, correlated columns, values that name images."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def test_rare_categories_gaps_and_unknown_values_are_said():
     ],
     ids=["number", "category"],
 )
-def test_columns_that_tell_nearly_the_same_are_said(other):
+def test_correlated_columns_are_said(other):
     found = findings(number("age", AGE), other)["pairs"]
     assert found.severity == "hint"
     assert "age and other (0.9" in found.evidence

@@ -268,7 +268,7 @@ def take_conditions(network: nn.Module, format: ConditionFormat) -> None:
     # A hook rather than a module around it, which would change the names of the weights. It is not compiled, as it
     # would be a graph of its own: torch compiles no call around hooks as one.
     if format.columns or format.mask_channels:
-        names = _names_taken(type(network).__name__, parameters, format)
+        names = _accepted_names(type(network).__name__, parameters, format)
         network.register_forward_pre_hook(
             partial(torch.compiler.disable(_unpack_by_name), names, format),  # type: ignore[no-untyped-call]
             with_kwargs=True,
@@ -277,7 +277,7 @@ def take_conditions(network: nn.Module, format: ConditionFormat) -> None:
         network.register_forward_pre_hook(partial(torch.compiler.disable(_unpack), len(format.classes)))  # type: ignore[no-untyped-call]
 
 
-def _names_taken(kind: str, parameters: Sequence[inspect.Parameter], format: ConditionFormat) -> tuple[str, ...]:
+def _accepted_names(kind: str, parameters: Sequence[inspect.Parameter], format: ConditionFormat) -> tuple[str, ...]:
     """Return the names of the conditions that these parameters, from the third on, take.
 
     RequestError if a condition of the images has no parameter, or a parameter no condition.

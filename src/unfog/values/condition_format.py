@@ -94,7 +94,7 @@ class ConditionFormat:
     def arguments(self, told: Conditions) -> dict[str, Tensor | None]:
         """Return the conditions of images by name of column, as somebody's own network takes them; without the class.
 
-        See `ConditionKind.argument`; None for a condition that `told` has not.
+        See `ConditionKind.argument`. An absent condition is None.
         """
         found: dict[str, Tensor | None] = {}
         for one, (name, start, stop) in zip(self.facts, self.spans):

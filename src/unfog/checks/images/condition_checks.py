@@ -1,4 +1,4 @@
-"""Checks of conditions: images of each value, columns that tell the same, and values that nearly name images."""
+"""Checks of conditions: images of each value, redundant columns, and values that nearly name images."""
 
 from __future__ import annotations
 
@@ -107,19 +107,19 @@ def _widest_gap(values: NDArray[np.float64]) -> tuple[float, float] | None:
 
 
 def _check_pairs(columns: Mapping[str, _Comparable]) -> Finding:
-    """Check that no two conditions tell nearly the same."""
+    """Check that no two conditions are strongly correlated."""
     names = [name for name in columns if name != CLASS]
     strengths = {(a, b): association(columns[a], columns[b]) for a, b in combinations(names, 2)}
     alike = sorted((pair for pair in strengths if strengths[pair] >= _ALIKE), key=lambda pair: -strengths[pair])
     facts = {"pairs": [[*pair, round(strengths[pair], 3)] for pair in alike]}
     said = [f"{sanitize(a)} and {sanitize(b)} ({strengths[a, b]:.2f})" for a, b in alike]
     if not said:
-        return Finding("data.condition_pairs", "fine", "no two conditions tell nearly the same", facts=facts)
+        return Finding("data.condition_pairs", "fine", "no two conditions are strongly correlated", facts=facts)
     more = f", and {len(said) - _SAID:,} more" * (len(said) > _SAID)
     return Finding(
         "data.condition_pairs",
         "hint",
-        f"conditions tell nearly the same (correlation): {', '.join(said[:_SAID])}{more}",
+        f"conditions are strongly correlated: {', '.join(said[:_SAID])}{more}",
         "few images have other combinations of them, so give both together when you draw, or leave one out of --condition",
         facts,
     )
@@ -135,7 +135,7 @@ def _check_classes(columns: Mapping[str, _Comparable]) -> Finding:
         return Finding("data.condition_classes", "fine", evidence, facts=facts)
     has = "has" if len(same) == 1 else "have"
     evidence = f"{', '.join(map(sanitize, same[:_SAID]))} {has} one value for all images of each class"
-    remedy = "the class tells it already: leave it out of --condition, or train without classes: --data.labels none"
+    remedy = "it adds nothing to the class: leave it out of --condition, or train without classes: --data.labels none"
     return Finding("data.condition_classes", "hint", evidence, remedy, facts)
 
 
@@ -155,7 +155,7 @@ def _check_groups(train: Mapping[str, Column], held_out: Mapping[str, Column]) -
     for name, column in train.items():
         ours, theirs = (_names_of_groups(each) for each in (column, held_out.get(name)))
         groups = len(np.unique(ours))
-        # Of unique values there is none to share, and of large groups it is no sign of one subject.
+        # Of unique values there is none to share, and a large group is rarely one subject.
         if groups < _GROUPS or not 2 * groups <= len(ours) <= _GROUP * groups or not len(theirs):
             continue
         shared = np.isin(theirs, ours)
@@ -184,7 +184,7 @@ def _names_of_groups(column: Column | None) -> NDArray[np.float64]:
 
 
 def association(a: _Comparable, b: _Comparable) -> float:
-    """Return how much two columns tell of each other, 0 to 1, over the images where both are known.
+    """Return the strength of the association of two columns, 0 to 1, over the images of which both are known.
 
     Of two numbers |Pearson's r|; of two categories Cramér's V, and of one of each the correlation ratio, both without
     the bias of few images. 0 of fewer than 20 images.

@@ -77,7 +77,7 @@ class ImageItems:
         """Return the images of a list, a torch or Hugging Face dataset, an iterable, or a generator.
 
         `wanted` names values beside the images, which become conditions: columns of a table or dataset, or keys of
-        items that are dictionaries. A column that is a condition is no label as well. Raises RequestError if the
+        items that are dictionaries. Labels that are a condition are left out of the classes. Raises RequestError if the
         object is none of these.
         """
         kind = type(source).__name__

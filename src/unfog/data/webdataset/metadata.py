@@ -39,7 +39,7 @@ _Cells: TypeAlias = dict[str, Any]
 def read_values(
     storage: Storage, index: ShardIndex, names: Sequence[str], wanted: Sequence[str]
 ) -> dict[str, list[Any]]:
-    """Return the values of the images `names` of each of the wanted columns that an image has; None where one lacks it.
+    """Return the values of the images `names` of each of the wanted columns that any image has; None if one lacks it.
 
     As for labels, a value is that of the member of the image's name, else of its name cut before one of its dots.
     RequestError if a shard cannot be read.
