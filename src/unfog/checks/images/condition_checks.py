@@ -120,7 +120,7 @@ def _check_pairs(columns: Mapping[str, _Comparable]) -> Finding:
         "data.condition_pairs",
         "hint",
         f"conditions are strongly correlated: {', '.join(said[:_SAID])}{more}",
-        "few images have other combinations of them, so give both together when you draw, or leave one out of --condition",
+        "few images have other combinations of them: give both when you draw, or leave one out of --condition",
         facts,
     )
 
@@ -155,7 +155,7 @@ def _check_groups(train: Mapping[str, Column], held_out: Mapping[str, Column]) -
     for name, column in train.items():
         ours, theirs = (_names_of_groups(each) for each in (column, held_out.get(name)))
         groups = len(np.unique(ours))
-        # Of unique values there is none to share, and a large group is rarely one subject.
+        # Unique values are not shared, and a large group is rarely one subject.
         if groups < _GROUPS or not 2 * groups <= len(ours) <= _GROUP * groups or not len(theirs):
             continue
         shared = np.isin(theirs, ours)
