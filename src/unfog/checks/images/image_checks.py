@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from unfog.checks.images import dataset_checks
 from unfog.checks.images.caption_checks import check_captions
+from unfog.checks.images.condition_checks import check_conditions
 from unfog.checks.images.duplicate_checks import check_duplicates
 from unfog.checks.images.image_scan import BLANK_DEVIATION, ImageScan, Progress
 from unfog.config.schema import Config
@@ -67,6 +68,7 @@ def _run_checks(scan: ImageScan, config: Config, progress: Progress | None = Non
         return [
             *dataset_checks.check_dataset(scan, config),
             *check_captions(scan.prepared.train, scan.prepared.held_out, config.data.flip),
+            *check_conditions(scan.prepared.train, scan.prepared.held_out),
             _check_all_equal(scan),
             Finding("data.range", "fine", said),
             *([_check_unknown(scan.prepared.settings)] if scan.prepared.settings.has_unknown else []),
@@ -75,6 +77,7 @@ def _run_checks(scan: ImageScan, config: Config, progress: Progress | None = Non
     found = [
         *dataset_checks.check_dataset(scan, config),
         *check_captions(scan.prepared.train, scan.prepared.held_out, config.data.flip),
+        *check_conditions(scan.prepared.train, scan.prepared.held_out),
         equal,
         value_range,
     ]

@@ -63,6 +63,8 @@ def with_conditions(
         raise RequestError(f"condition = {setting}: {' and '.join(texts)} are captions, and a run has one such column")
     changed = copy.copy(source)  # as the source may be opened for other settings as well
     changed.columns = {name: column for name, column in source.columns.items() if name == CLASS} | found
+    if not place and source.label_column in wanted:  # a label is one of the conditions, and no class as well
+        changed.classes, changed.labels = (), None
     return changed
 
 
@@ -71,16 +73,18 @@ def _cells(source: Source, place: str, names: Sequence[str], warn: Callable[[str
 
     RequestError if a column is nowhere, or the table does not fit the images.
     """
-    found: dict[str, Sequence[Any]] = {
-        name: source.values_by_name[name].tolist() for name in names if not place and name in source.values_by_name
-    }
+    found: dict[str, Sequence[Any]] = {} if place or not names else dict(source.values_of(names))
     if not (rest := [name for name in names if name not in found]):
         return found
     try:
         return found | _matched(source, *_read_table(source, place, rest), rest, warn)
     except MissingColumnError:
         captions = [name for name in rest if name in TEXT_NAMES]
-        if place or len(captions) != 1 or (files := caption_files(source, warn)) is None:
+        if place or len(captions) != 1:
+            raise
+        # Members of shards are values of the name of their suffix.
+        files = source.values_of(["txt"]).get("txt") or caption_files(source, warn)
+        if files is None:
             raise
     others = [name for name in rest if name not in captions]
     return found | {captions[0]: files} | _cells(source, place, others, warn)
@@ -135,13 +139,13 @@ def _read_table(source: Source, place: str, names: Sequence[str]) -> tuple[Label
         return named, read_cells(named, names, source.second_names)
     tables = [table for name in AUTO_TABLES if (table := source.table(name)) is not None]
     if not tables:
-        has = [*without_class(source.columns), *source.values_by_name]
+        has = [*without_class(source.columns), *source.value_names()]
         told = f"it has {', '.join(map(sanitize, has[:12]))}; or " if has else ""
         files = " and no text files beside the images" * any(name in TEXT_NAMES for name in names)
         raise MissingColumnError(
-            f"condition = {', '.join(names)}: {sanitize(source.name)} has no such column, and no metadata.csv or "
-            f"metadata.jsonl{files}; {told}give a table with a row for each image: --condition "
-            f"TABLE.csv:{','.join(names)}"
+            f"condition = {', '.join(map(sanitize, names))}: {sanitize(source.name)} has no such column, and no "
+            f"metadata.csv, .jsonl or .parquet{files}; {told}give a table with a row for each image: --condition "
+            f"TABLE.csv:{','.join(map(sanitize, names))}"
         )
     errors = list[RequestError]()
     for table in tables:
