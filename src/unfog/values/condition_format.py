@@ -14,6 +14,7 @@ from unfog.values.condition_kinds import ColumnFacts, Span, kind_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from unfog.values.conditions import Conditions
 
@@ -89,6 +90,18 @@ class ConditionFormat:
             ends[kind.field] = start + kind.width(one)
             places.append((kind.field, start, ends[kind.field]))
         return tuple(places)
+
+    def arguments(self, told: Conditions) -> dict[str, Tensor | None]:
+        """Return the conditions of images by name of column, as somebody's own network takes them; without the class.
+
+        See `ConditionKind.argument`. An absent condition is None.
+        """
+        found: dict[str, Tensor | None] = {}
+        for one, (name, start, stop) in zip(self.facts, self.spans):
+            values = getattr(told, name)
+            if one.name != CLASS:
+                found[one.name] = None if values is None else kind_of(one.kind).argument(one, values[:, start:stop])
+        return found
 
     def concerns(self, given: Given) -> list[str]:
         """Return why samples with these conditions may be poor, such as a number that no training image is near to."""
