@@ -14,7 +14,7 @@ from unfog.config.validate import parse_duration
 from unfog.data.dataset import ImageSet
 from unfog.errors import RequestError
 from unfog.models.network_settings import CustomNetwork
-from unfog.models.settings import SIZES, Architecture, UNet
+from unfog.models.settings import SIZES, USUAL_TEXT_LAYERS, Architecture, TextEncoderSettings, UNet
 from unfog.pipeline.build import build_network
 from unfog.planning.flops import Device, NetworkCost, TimeRange
 from unfog.planning.intervals import Changes, Choice, choose_intervals, open_intervals
@@ -92,6 +92,7 @@ class AutoSettings:
     def resolve_training(self) -> None:
         """Resolve network, optimiser and the settings of a step; each may depend on those before it."""
         self.resolve_network()
+        self.resolve_text_encoder()
         self.resolve_learning_rate()
         self.resolve_weight_decay()
         self.resolve_precision()
@@ -140,6 +141,22 @@ class AutoSettings:
             name,
             f"{reason} at {size_of(height, width)} {self.config.representation.name}",
         )
+
+    def resolve_text_encoder(self) -> None:
+        """Choose layers and width of the encoder of texts by the width of the network, if the images have texts."""
+        network, settings = self.config.network, self.config.text_encoder
+        if network is None or self.config.conditions.text is None:
+            return
+        network.check_text(True)
+        if isinstance(network, CustomNetwork):
+            return  # which reads the tokens by itself
+        if is_auto(settings, "width"):
+            settings = replace(settings, width=TextEncoderSettings.width_for(network.widest))
+            self._note("text_encoder.width", settings.width, f"by the widest layer of the network, {network.widest}")
+        if is_auto(settings, "layers"):
+            settings = replace(settings, layers=USUAL_TEXT_LAYERS)
+            self._note("text_encoder.layers", settings.layers, "enough for captions, and a small part of a step")
+        self.config = replace(self.config, text_encoder=settings)
 
     @property
     def _side(self) -> int:
@@ -366,7 +383,7 @@ class AutoSettings:
     @cached_property
     def network_cost(self) -> NetworkCost:
         """Floating-point operations of the network, once it is resolved."""
-        return NetworkCost.of(lambda: build_network(self.config), self.config.input_shape)
+        return NetworkCost.of(lambda: build_network(self.config), self.config.input_shape, self.config.conditions)
 
     @cached_property
     def measured_step(self) -> StepTime:
