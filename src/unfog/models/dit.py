@@ -158,7 +158,7 @@ class _Block(nn.Module):
 class DiTModel(ConditionalNetwork):
     """A diffusion transformer. A fresh one outputs exactly zero, as its last layer begins at zero."""
 
-    ends = ("patch_in", "patch_out", *ConditionalNetwork.embeddings)
+    ends = ("patch_in", "patch_out", *ConditionalNetwork.embeddings, "text_embedding")
     block = _Block
     calls_layers_once = True
 

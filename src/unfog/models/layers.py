@@ -121,16 +121,13 @@ class ConditionalNetwork(nn.Module):
     """Axes along which images continue at their other side: "", "x", "y" or "xy"; see `wrap_edges`."""
     calls_layers_once: ClassVar[bool] = False
     """Whether a forward pass calls each linear layer and convolution once, and uses their weights nowhere else."""
-    embeddings: ClassVar[tuple[str, ...]] = (
-        "class_embedding",
-        "augment_embedding",
-        "column_embedding",
-        "text_embedding",
-    )
+    embeddings: ClassVar[tuple[str, ...]] = ("class_embedding", "augment_embedding", "column_embedding")
     """Layers that embed conditions."""
-    ends: ClassVar[tuple[str, ...]] = ("conv_in", "conv_out", *embeddings)
+    text_parts: ClassVar[tuple[str, ...]] = ("text", "text_encoder", "text_embedding", "text_share")
+    """Names of modules and parameters, in blocks too, that a network without texts does not have."""
+    ends: ClassVar[tuple[str, ...]] = ("conv_in", "conv_out", *embeddings, "text_embedding")
     """Layers whose other side is not the hidden space: image channels, classes, augmentations."""
-    not_matrices: ClassVar[tuple[str, ...]] = ()
+    not_matrices: ClassVar[tuple[str, ...]] = ("words", "places")  # embeddings of tokens and of their positions
     """Names of parameters, or of modules around them, that are not linear maps though they have two sides or more."""
     block: ClassVar[type[nn.Module]]
     """Class of the repeated parts, which FSDP shards and gathers one after the other."""

@@ -92,7 +92,6 @@ class AutoSettings:
     def resolve_training(self) -> None:
         """Resolve network, optimiser and the settings of a step; each may depend on those before it."""
         self.resolve_network()
-        self.resolve_text_encoder()
         self.resolve_learning_rate()
         self.resolve_weight_decay()
         self.resolve_precision()
@@ -116,17 +115,22 @@ class AutoSettings:
         self.resolve_intervals()
 
     def resolve_network(self) -> None:
-        """Choose a network for the device and the image size.
+        """Choose a network for the device and the image size, and what reads the texts of the images for it.
 
         RequestError if images do not fit the network of the configuration.
         """
         if not self.config.task.chooses_network:
             return
         _, height, width = self.config.input_shape
-        size = self._side
         if self.config.network is not None:
             self.config.network.check((height, width))
-            return
+        else:
+            self._choose_network(height, width)
+        self.config, choices = with_text_encoder(self.config)
+        self.choices += choices
+
+    def _choose_network(self, height: int, width: int) -> None:
+        size = self._side
         if self.machine.device.type == "cpu":
             wanted, reason = ("tiny" if size <= 32 else "small"), "what a CPU trains in reasonable time"
         else:
@@ -141,22 +145,6 @@ class AutoSettings:
             name,
             f"{reason} at {size_of(height, width)} {self.config.representation.name}",
         )
-
-    def resolve_text_encoder(self) -> None:
-        """Choose layers and width of the encoder of texts by the width of the network, if the images have texts."""
-        network, settings = self.config.network, self.config.text_encoder
-        if network is None or self.config.conditions.text is None:
-            return
-        network.check_text(True)
-        if isinstance(network, CustomNetwork):
-            return  # which reads the tokens by itself
-        if is_auto(settings, "width"):
-            settings = replace(settings, width=TextEncoderSettings.width_for(network.widest))
-            self._note("text_encoder.width", settings.width, f"by the widest layer of the network, {network.widest}")
-        if is_auto(settings, "layers"):
-            settings = replace(settings, layers=USUAL_TEXT_LAYERS)
-            self._note("text_encoder.layers", settings.layers, "enough for captions, and a small part of a step")
-        self.config = replace(self.config, text_encoder=settings)
 
     @property
     def _side(self) -> int:
@@ -417,6 +405,27 @@ class AutoSettings:
 
     def _note(self, name: str, value: object, reason: str) -> None:
         self.choices.append(Choice(name, value, reason))
+
+
+def with_text_encoder(config: Config) -> tuple[Config, list[Choice]]:
+    """Return the settings with the layers and the width of the encoder of texts, if the images have texts.
+
+    RequestError if the network has no attention to a text.
+    """
+    network, settings, choices = config.network, config.text_encoder, list[Choice]()
+    if network is None or config.conditions.text is None:
+        return config, choices
+    network.check_text(True)
+    if isinstance(network, CustomNetwork):
+        return config, choices  # it reads the tokens by itself
+    if is_auto(settings, "width"):
+        settings = replace(settings, width=TextEncoderSettings.width_for(network.widest))
+        reason = f"by the widest layer of the network, {network.widest}"
+        choices.append(Choice("text_encoder.width", settings.width, reason))
+    if is_auto(settings, "layers"):
+        settings = replace(settings, layers=USUAL_TEXT_LAYERS)
+        choices.append(Choice("text_encoder.layers", settings.layers, "enough for captions, and quick to train"))
+    return replace(config, text_encoder=settings), choices
 
 
 def _changed(config: Config, changes: Changes) -> Config:

@@ -27,13 +27,35 @@ from unfog.reporting.progress import warn
 from unfog.runs.weights.foreign_objectives import ForeignObjective, objective_from_scheduler, with_latents_of
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import read_tensors
+from unfog.values.condition_kinds import ColumnFacts
 from unfog.values.image_format import CHANNELS, LEAST, Size, size_of
 
 _CLASS_SPREAD = 0.02  # scale of random differences between new class embeddings, as other networks draw their rows
 _ADDED = 16  # parameters that a network has beside those of the weights, at most
 _CLASSES, _AUGMENT, _BIAS = "class_embedding.weight", "augment_embedding.", "time_embedding.2.bias"
+_TEXT_PARTS = frozenset(ConditionalNetwork.text_parts)
 # Layers that embed conditions other than the class. The weights and the run may differ in having them.
 _EMBEDDINGS = tuple(f"{name}." for name in ConditionalNetwork.embeddings if not _CLASSES.startswith(f"{name}."))
+
+
+def _is_of_text(name: str) -> bool:
+    return not _TEXT_PARTS.isdisjoint(name.split("."))
+
+
+def _is_optional(name: str) -> bool:
+    """Return whether a parameter belongs to a condition that the weights or the run may be without."""
+    return name.startswith(_EMBEDDINGS) or _is_of_text(name)
+
+
+def _text(config: Config) -> tuple[object, ...] | None:
+    """Return all that the layers of the texts depend on; None without texts."""
+    text = config.conditions.text
+    return None if text is None else (*text.identity, text.statistics, config.text_encoder)
+
+
+def _embedded(config: Config) -> list[ColumnFacts]:
+    """Return the columns that `ColumnEmbedding` embeds."""
+    return [one for one in config.columns if one != config.conditions.text]
 
 
 class WeightsSource(NamedTuple):
@@ -85,16 +107,19 @@ class WeightsSource(NamedTuple):
         with torch.device("meta"), limited_parameters(len(state) + _ADDED, self._misfit):
             shapes = {name: tensor.shape for name, tensor in build_network(config).state_dict().items()}
         for name, shape in shapes.items():
-            added = name == _CLASSES or (name.startswith(_EMBEDDINGS) and name not in state)
+            added = name == _CLASSES or (_is_optional(name) and name not in state)
             if not added and (name not in state or state[name].shape != shape):
                 raise self._misfit(name)
         with torch.no_grad():
             fresh = build_network(config).state_dict()
-        new = [name for name in fresh if name.startswith(_EMBEDDINGS) and name not in state]
+        new = [name for name in fresh if _is_optional(name) and name not in state]
         state |= {name: fresh[name] for name in new}
         choices = _fit_classes(state, fresh, self.config.classes, config)
-        if any(not name.startswith(_AUGMENT) for name in new):
-            names = ", ".join(one.name for one in config.columns)
+        if any(map(_is_of_text, new)):
+            reason = "its layers are new and begin at zero: the weights were trained without these texts"
+            choices.append(Choice("text", config.conditions.text.name if config.conditions.text else "", reason))
+        if any(not name.startswith(_AUGMENT) and not _is_of_text(name) for name in new):
+            names = ", ".join(one.name for one in _embedded(config))
             choices.append(Choice("conditions", names, "their embedding is new: the weights were trained without them"))
         wrong = [name for name in {*state, *fresh} if name not in state or name not in fresh]
         wrong += [name for name in state if name in fresh and state[name].shape != fresh[name].shape]
@@ -106,7 +131,9 @@ class WeightsSource(NamedTuple):
         """Return False for a weight that embeds conditions if the run has none of this kind, or other columns."""
         if name.startswith(_AUGMENT):
             return config.data.augment > 0
-        ours, theirs = ([one.identity for one in each.columns] for each in (config, self.config))
+        if _is_of_text(name):
+            return _text(config) is not None and _text(config) == _text(self.config)
+        ours, theirs = ([one.identity for one in _embedded(each)] for each in (config, self.config))
         return not name.startswith(_EMBEDDINGS) or ours == theirs
 
     def _misfit(self, name: str) -> RequestError:
