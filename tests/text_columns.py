@@ -7,7 +7,6 @@ import torch
 from PIL import Image
 
 from unfog.data.sources.base import Source
-from unfog.data.sources.registry import register
 from unfog.values import condition_kinds
 from unfog.values.columns import Column
 from unfog.values.condition_format import ConditionFormat
@@ -64,7 +63,6 @@ def square(text: str, side: int) -> np.ndarray:
 TEXTS = [f"{colour} {shade}" for colour in COLOURS for shade in "bd"]
 
 
-@register
 class Squares(Source):
     """So many squares as the file says, each with its text."""
 
