@@ -81,7 +81,7 @@ class Config:
         see="docs/decisions/0007-default-recipe.md",
     )
     """The network: auto, a size or a kind, with changes after a colon, such as small:dropout=0.1 or dit:patch=4."""
-    text_encoder: TextEncoderSettings = setting(TextEncoderSettings(), added_later=True, see="docs/text.md")
+    text_encoder: TextEncoderSettings = setting(TextEncoderSettings(), added_later=True, see="docs/networks.md")
     autoencoder_folder: str = setting(
         "",
         short="autoencoder",
