@@ -41,7 +41,8 @@ def attend_to_text(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """
     # Masked scores are exactly 0 after the softmax. Not torch's fused kernel: texts are short, so the scores are
     # few, and its kernels for masks are other ones on each device.
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+    q = q * q.shape[-1] ** -0.5
+    scores = q @ k.transpose(-1, -2)
     shares = scores.masked_fill(~mask[:, None, None], float("-inf")).softmax(-1, dtype=torch.float32)
     mixed: Tensor = shares.to(v.dtype) @ v
     return mixed
