@@ -10,9 +10,8 @@ from unfog.errors import RequestError
 from unfog.models.given_network import GivenNetwork
 from unfog.models.network_settings import CustomNetwork, LevelSettings, PatchSettings
 from unfog.settings import check_bounds, setting
+from unfog.values.condition_format import TEXT_HEAD
 
-TEXT_HEAD = 32
-"""Channels of one attention head of the encoder of texts."""
 USUAL_TEXT_LAYERS = 2
 """Layers of the encoder of texts, if none are given."""
 

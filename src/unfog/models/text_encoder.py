@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unfog.models.settings import TEXT_HEAD
-
-_START = 0.1  # deviation of fresh embeddings, which the first hundred steps can still turn in any direction
+from unfog.values.condition_format import TEXT_HEAD
 
 
 class Text(NamedTuple):
@@ -72,12 +70,6 @@ class _Layer(nn.Module):
         return output
 
 
-def _table(rows: int, width: int) -> nn.Embedding:
-    table = nn.Embedding(rows, width)
-    nn.init.normal_(table.weight, std=_START)
-    return table
-
-
 class TextEncoder(nn.Module):
     """A transformer over the tokens of a text, trained with the network: int64 [B, L], -1 after the end -> `Text`.
 
@@ -100,7 +92,7 @@ class TextEncoder(nn.Module):
         width: int,
         layers: int,
         linear: Callable[[int, int], nn.Module] = partial(nn.Linear, bias=False),  # noqa: B008
-        table: Callable[[int, int], nn.Module] = _table,
+        table: Callable[[int, int], nn.Module] = nn.Embedding,
     ):
         super().__init__()
         self.vocabulary, self.length, self.width = vocabulary, length, width

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 TEXT = "text"
 """Name of the kind of columns that hold texts."""
+TEXT_HEAD = 32
+"""Channels of one attention head of the encoder of texts, a divisor of its width."""
 AUGMENT_INPUTS = 9
 """Length of `Conditions.augment`."""
 Given: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
