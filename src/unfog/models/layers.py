@@ -152,7 +152,11 @@ class ConditionalNetwork(nn.Module):
         super().__init__()
         self.settings, self.image_channels, self.num_classes = settings, image_channels, len(conditions.classes)
         self.mask_channels = conditions.mask_channels
-        self.text_width = self._width_of_text(conditions)
+        # Not by the property of `ConditionFormat`: exported code has the fields alone.
+        text = next((one for one in conditions.columns if one.kind == "text"), None)
+        if text is not None and not conditions.text_width:
+            raise RequestError("text_encoder = auto has to be resolved before a network can be built")
+        self.text_width = 0 if text is None else conditions.text_width
         # By the name of this package, which exported code has not.
         ours = type(self).__module__.partition(".")[0] == __name__.partition(".")[0]
         self.is_random = not ours or getattr(settings, "dropout", 1) > 0
@@ -162,10 +166,10 @@ class ConditionalNetwork(nn.Module):
         inputs = conditions.augment_inputs
         self.augment_embedding = self._condition_layer(inputs, width) if inputs else None
         self.column_embedding = self.text_encoder = self.text_embedding = None
-        if columns := [one for one in conditions.columns if one is not conditions.text]:
+        if columns := [one for one in conditions.columns if one is not text]:
             layer = partial(self._condition_layer, width=width)
             self.column_embedding = ColumnEmbedding(columns, layer, self.conditions_have_power_1)
-        if text := conditions.text:
+        if text is not None:
             vocabulary, length = map(int, text.statistics)
             self.text_encoder = self._build_text_encoder(vocabulary, length, conditions.text_layers)
             self.text_embedding = self._build_text_embedding(width)
@@ -180,15 +184,6 @@ class ConditionalNetwork(nn.Module):
         if self.conditions_begin_at_zero:
             zero_(layer)
         return layer
-
-    @staticmethod
-    def _width_of_text(conditions: ConditionFormat) -> int:
-        """Return D of `Text`; 0 without texts. `RequestError` if it is not chosen yet."""
-        if conditions.text is None:
-            return 0
-        if not conditions.text_width:
-            raise RequestError("text_encoder = auto has to be resolved before a network can be built")
-        return conditions.text_width
 
     def _build_text_encoder(self, vocabulary: int, length: int, layers: int) -> TextEncoder:
         return TextEncoder(vocabulary, length, self.text_width, layers)
