@@ -196,7 +196,7 @@ class DiTModel(ConditionalNetwork):
 
     def forward(self, x: Tensor, c_noise: Tensor, conditions: ConditionsLike = None) -> Tensor:
         """Compute the network's output; see `UNetModel.forward`."""
-        patch, text = self.settings.patch, self._read_text(conditions, len(x))
+        patch, text = self.settings.patch, self._read_text(conditions, x)
         embedding = self.embed(c_noise, conditions, x.dtype, text)
         condition = embedding if self.modulation is None else self.modulation(embedding)
         # With the linear layer this is the strided convolution of other code; `patch_out` has the same order of pixels.

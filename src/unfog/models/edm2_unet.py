@@ -234,7 +234,7 @@ class MPUNetModel(ConditionalNetwork):
 
     def forward(self, x: Tensor, c_noise: Tensor, conditions: ConditionsLike = None) -> Tensor:
         """Compute the network's output for images of about unit variance; see `UNetModel.forward`."""
-        text = self._read_text(conditions, len(x))
+        text = self._read_text(conditions, x)
         embedding = self.embed(c_noise, conditions, x.dtype, text)
         # A channel of ones replaces the biases, which would break unit magnitude.
         shown = self._with_mask(x, conditions)

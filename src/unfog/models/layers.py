@@ -229,8 +229,8 @@ class ConditionalNetwork(nn.Module):
             return torch.cat([x, torch.ones_like(x)], dim=1)
         return torch.cat([x.masked_fill(known == 0, 0.0), known.to(x.dtype)], dim=1)
 
-    def _read_text(self, conditions: ConditionsLike, count: int) -> Text | None:
-        """Return the encoded texts of `count` images; None for a network without texts.
+    def _read_text(self, conditions: ConditionsLike, x: Tensor) -> Text | None:
+        """Return the encoded texts of images x [B, C, H, W]; None for a network without texts.
 
         `RequestError` if there are texts, and the network has no such input.
         """
@@ -240,7 +240,7 @@ class ConditionalNetwork(nn.Module):
                 raise RequestError("a text was given to a network without that input; train with data.condition")
             return None
         if tokens is None:  # the start token alone
-            tokens = torch.empty(count, 0, dtype=torch.int64, device=next(self.text_encoder.parameters()).device)
+            tokens = torch.empty(x.shape[0], 0, dtype=torch.int64, device=x.device)
         text: Text = self.text_encoder(tokens)
         return text
 

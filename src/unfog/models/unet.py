@@ -195,7 +195,7 @@ class UNetModel(ConditionalNetwork):
         Raises:
             RequestError: a condition was given to a network without an input for it.
         """
-        text = self._read_text(conditions, len(x))
+        text = self._read_text(conditions, x)
         embedding = self.embed(c_noise, conditions, x.dtype, text)
         skips = [self._laid_out(self.conv_in(self._with_mask(x, conditions)))]
         for level in self.down:
