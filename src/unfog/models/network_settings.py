@@ -62,6 +62,22 @@ class NetworkSettings:
                 f"a size of them; {self.kind} has none"
             )
 
+    takes_text: ClassVar[bool] = False
+    """Whether its blocks attend to a text, which an encoder of the network reads."""
+
+    def check_text(self, has_text: bool) -> None:
+        """Raise `RequestError` if images have texts, and the network has no attention to them."""
+        if has_text and not self.takes_text:
+            raise RequestError(
+                f"a text is given, and {self.kind} has no attention to it; give --network unet, mpunet, dit or a size "
+                "of them, or leave the text out"
+            )
+
+    @property
+    def widest(self) -> int:
+        """Channels of the widest layer, by which the width of an encoder of texts is chosen."""
+        raise NotImplementedError
+
     def build(self, channels: int, conditions: ConditionFormat, out_channels: int | None) -> Any:
         """Return the network, a torch.nn.Module with fresh weights."""
         # By name, as the modules of networks import torch, and settings must load without it.
@@ -148,6 +164,7 @@ class CustomNetwork(CustomPart, NetworkSettings):
     kind: ClassVar[str] = "custom"
     noun: ClassVar[str] = "a network"
     takes_mask: ClassVar[bool] = True
+    takes_text: ClassVar[bool] = True
 
     def check(self, size: int | tuple[int, int]) -> None:
         if not self.path:
@@ -241,6 +258,7 @@ def build_model(
         RequestError: the network cannot join the edges of images, or somebody's own network cannot be built.
     """
     settings.check_wrap(wrap)
+    settings.check_text(conditions.text is not None)
     network: ConditionalNetwork = settings.build(channels, conditions, out_channels)
     if wrap:
         network.wrap_edges(wrap)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 TEXT = "text"
 """Name of the kind of columns that hold texts."""
+TEXT_HEAD = 32
+"""Channels of one attention head of the encoder of texts, a divisor of its width."""
 AUGMENT_INPUTS = 9
 """Length of `Conditions.augment`."""
 Given: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
@@ -54,6 +56,10 @@ class ConditionFormat:
     """Facts on all columns but the class, in the order of their names."""
     mask_channels: int = 0
     """Channels of `Conditions.known`, as many as the image has; 0 if all values are known."""
+    text_layers: int = 0
+    """Layers of the encoder of texts, if a column holds texts."""
+    text_width: int = 0
+    """Its width."""
 
     def __post_init__(self) -> None:
         names = [one.name for one in self.columns]

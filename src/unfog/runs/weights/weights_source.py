@@ -36,8 +36,29 @@ _CLASS_SPREAD = 0.02  # scale of random differences between new class embeddings
 _ADDED = 16  # parameters that a network has beside those of the weights, at most
 _CLASSES, _AUGMENT, _BIAS = "class_embedding.weight", "augment_embedding.", "time_embedding.2.bias"
 _COLUMNS, _COLUMN_WEIGHT = "column_embedding.", "column_embedding.linear.weight"
+_TEXT_PARTS = frozenset(ConditionalNetwork.text_parts)
 # Layers that embed conditions other than the class. The weights and the run may differ in having them.
 _EMBEDDINGS = tuple(f"{name}." for name in ConditionalNetwork.embeddings if not _CLASSES.startswith(f"{name}."))
+
+
+def _is_of_text(name: str) -> bool:
+    return not _TEXT_PARTS.isdisjoint(name.split("."))
+
+
+def _is_optional(name: str) -> bool:
+    """Return whether a parameter belongs to a condition that the weights or the run may be without."""
+    return name.startswith(_EMBEDDINGS) or _is_of_text(name)
+
+
+def _text(config: Config) -> tuple[object, ...] | None:
+    """Return all that the layers of the texts depend on; None without texts."""
+    text = config.conditions.text
+    return None if text is None else (*text.identity, text.statistics, config.text_encoder)
+
+
+def _embedded(config: Config) -> list[ColumnFacts]:
+    """Return the columns that `ColumnEmbedding` embeds."""
+    return [one for one in config.columns if one != config.conditions.text]
 
 
 class WeightsSource(NamedTuple):
@@ -91,16 +112,19 @@ class WeightsSource(NamedTuple):
         with torch.device("meta"), limited_parameters(len(state) + _ADDED, self._misfit):
             shapes = {name: tensor.shape for name, tensor in build_network(config).state_dict().items()}
         for name, shape in shapes.items():
-            added = name == _CLASSES or (name.startswith(_EMBEDDINGS) and name not in state)
+            added = name == _CLASSES or (_is_optional(name) and name not in state)
             if not added and (name not in state or state[name].shape != shape):
                 raise self._misfit(name)
         with torch.no_grad():
             fresh = build_network(config).state_dict()
-        new = [name for name in fresh if name.startswith(_EMBEDDINGS) and name not in state]
+        new = [name for name in fresh if _is_optional(name) and name not in state]
         state |= {name: fresh[name] for name in new}
         choices = _fit_classes(state, fresh, self.config.classes, config)
         if any(name.startswith(_COLUMNS) for name in new):
-            choices.append(_fit_columns(state, before, self.config.columns, config))
+            choices.append(_fit_columns(state, before, _embedded(self.config), config))
+        if any(map(_is_of_text, new)):
+            reason = "its layers are new and begin at zero: the weights were trained without these texts"
+            choices.append(Choice("text", config.conditions.text.name if config.conditions.text else "", reason))
         wrong = [name for name in {*state, *fresh} if name not in state or name not in fresh]
         wrong += [name for name in state if name in fresh and state[name].shape != fresh[name].shape]
         if wrong:
@@ -111,10 +135,12 @@ class WeightsSource(NamedTuple):
         """Return False for a weight that embeds conditions if the run has none of this kind."""
         if name.startswith(_AUGMENT):
             return config.data.augment > 0
-        return not name.startswith(_COLUMNS) or bool(config.columns)
+        if _is_of_text(name):
+            return _text(config) is not None and _text(config) == _text(self.config)
+        return not name.startswith(_COLUMNS) or bool(_embedded(config))
 
     def _other_columns(self, config: Config) -> bool:
-        ours, theirs = ([one.identity for one in each.columns] for each in (config, self.config))
+        ours, theirs = ([one.identity for one in _embedded(each)] for each in (config, self.config))
         return ours != theirs
 
     def _misfit(self, name: str) -> RequestError:
@@ -203,7 +229,8 @@ def _fit_columns(
     state: dict[str, Tensor], before: Mapping[str, Tensor], columns: Sequence[ColumnFacts], config: Config
 ) -> Choice:
     """Begin the new layer of columns in `state` at zero, and columns that the weights know as they are in `before`."""
-    names = ", ".join(one.name for one in config.columns)
+    wanted = _embedded(config)
+    names = ", ".join(one.name for one in wanted)
     if config.network is not None and config.network.fixed_norm_weights:
         reason = "their embedding is new and random, as this network has no weights of zero"
         return Choice("conditions", names, f"{reason}; the weights were trained without them")
@@ -211,9 +238,9 @@ def _fit_columns(
         if name.startswith(_COLUMNS):
             state[name] = torch.zeros_like(state[name])
     known = {one.identity for one in columns} if _COLUMN_WEIGHT in before else set()
-    theirs, ours = column_inputs(columns), column_inputs(config.columns)
-    new = [one.name for one in config.columns if one.identity not in known]
-    for one in config.columns:
+    theirs, ours = column_inputs(columns), column_inputs(wanted)
+    new = [one.name for one in wanted if one.identity not in known]
+    for one in wanted:
         if one.identity in known:
             state[_COLUMN_WEIGHT][:, ours[one.name]] = before[_COLUMN_WEIGHT][:, theirs[one.name]]
     if not new:
