@@ -37,6 +37,8 @@ KeptType = Literal["uint16", "float32", "float16"]
 LABELS = (AUTO, "folders", "none")
 # Values of `Data.labels`, and suffixes of the tables that it may name instead.
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
+TEXT_NAMES = ("text", "caption", "captions", "prompt")
+"""Names of columns whose cells are captions."""
 _TABLE = re.compile(r"(.*\.(?:csv|tsv|jsonl|ndjson|parquet))(?::(.+))?", re.IGNORECASE | re.DOTALL)
 
 

@@ -133,6 +133,7 @@ class Run(LoadedRun):
         n: int = 16,
         *,
         label: Sequence[str | int] | str | int = (),
+        prompt: Sequence[str] | str | None = None,
         given: Mapping[str, object] | None = None,
         guide: Guide | None = None,
         image: ImageInput | None = None,
@@ -153,6 +154,7 @@ class Run(LoadedRun):
 
         Args:
             label: class names (text) or numbers (integers, from 0) that the images cycle through; () is all classes.
+            prompt: captions that the images cycle through, of a run on captions.
             given: conditions by the names of columns, such as {"age": [20, 30]}, in the units of the images' source;
                 a sequence is cycled through. {"class": "cat"} is the same as label="cat".
             guide: a weaker network, given the same class; samples move away from what it generates. "auto" is this
@@ -179,7 +181,9 @@ class Run(LoadedRun):
         """
         run, samples = self.at_size(size), list[Pixels]()
         settings |= {"measure": measure, "observed": observed, "noise": noise}
-        prepared = run.prepare(n, label=label, given=given, guide=guide, image=image, mask=mask, **settings)
+        prepared = run.prepare(
+            n, label=label, prompt=prompt, given=given, guide=guide, image=image, mask=mask, **settings
+        )
         for numbers, batch in run.draw(prepared, observe):
             samples.append(batch)
             progress(numbers.stop)
@@ -201,6 +205,7 @@ class Run(LoadedRun):
         n: int = 16,
         *,
         label: Sequence[str | int] | str | int = (),
+        prompt: Sequence[str] | str | None = None,
         given: Mapping[str, object] | None = None,
         guide: Guide | None = None,
         image: ImageInput | None = None,
@@ -220,7 +225,7 @@ class Run(LoadedRun):
             request = _of_posterior(request, guide, image)
         conditions = self.config.conditions
         # An observed image may be of any class, which a network learns where labels are dropped at times.
-        asked = conditions.with_label(given, label)
+        asked = conditions.with_prompts(conditions.with_label(given, label), prompt)
         unconditional = measurement is not None and asked == {} and self.config.label_dropout > 0
         generation = GenerationSettings(
             request.n,

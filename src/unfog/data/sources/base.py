@@ -324,6 +324,13 @@ class Source(ABC):
         changed.
         """
 
+    def read_beside(self, i: int, suffix: str, most: int) -> bytes | None:
+        """Return at most so many bytes of the file beside image i that has its name, but this suffix; None without one.
+
+        May raise OSError or ImageError.
+        """
+        return None
+
     def value_names(self) -> Sequence[str]:
         """Return names that `values_of` reads, for messages: as many as are quickly found."""
         return ()
