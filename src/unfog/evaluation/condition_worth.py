@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from unfog.values.conditions import Conditions
 
 ALL = "all"
 """Name of all conditions together."""
+_Difference: TypeAlias = tuple[float | None, float | None, float | None]  # and the ends of its interval
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class ConditionWorth:
     """Its name; `ALL` for all of them together."""
     loss: float
     """With the right conditions."""
-    shuffled: float
+    shuffled: float | None
     """How much higher the loss is with the condition of another image."""
     shuffled_low: float | None
     shuffled_high: float | None
@@ -74,9 +76,12 @@ def condition_worth(
 
     right, worth = losses(told), list[ConditionWorth]()
     for name, spans in _groups(places):
-        shuffled, low, high = _difference(losses(told.taking(spans, other)), right)
-        without = _difference(losses(told.taking(spans, hidden)), right) if trained_without(name) else _NOT_MEASURED
-        worth.append(ConditionWorth(name, float(right.mean()), shuffled, low, high, *without, held_out.images))
+        shuffled = _difference(losses(told.taking(spans, other)), right)
+        without: _Difference = (None, None, None)
+        if trained_without(name):
+            without = _difference(losses(told.taking(spans, hidden)), right)
+        found = ConditionWorth(name, float(right.mean()), *shuffled, *without, held_out.images)
+        worth.append(found)
     return worth
 
 
@@ -99,10 +104,7 @@ def _groups(places: Mapping[str, Span]) -> Iterator[tuple[str, Sequence[Span]]]:
         yield ALL, tuple(places.values())
 
 
-_NOT_MEASURED: tuple[None, None, None] = (None, None, None)
-
-
-def _difference(losses: Tensor, right: Tensor) -> tuple[float, float | None, float | None]:
+def _difference(losses: Tensor, right: Tensor) -> _Difference:
     found = MeanEstimate.over_images(losses - right)
     if found.error != found.error:  # of a single image
         return found.value, None, None

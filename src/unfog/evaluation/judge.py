@@ -106,6 +106,10 @@ class Judge:
         """Number of training images that it is trained on, at most."""
         return min(_IMAGES, max(1000, _VALUES // (self.format.channels * math.prod(self.grid))))
 
+    def images_seen(self, count: int) -> int:
+        """Return how many images its training on `count` ones passes through the network."""
+        return _steps(count) * min(_BATCH, count)
+
     def weights(self) -> dict[str, Tensor]:
         """Return its tensors by name, to store."""
         return {name: each.contiguous() for name, each in self.network.state_dict().items()}
@@ -140,7 +144,7 @@ class Judge:
             for one, each in zip(self.facts, zip(*values), strict=True)
         ]
         count, batch = len(x), min(_BATCH, len(x))
-        steps = min(max(_STEPS[0], _EPOCHS * count // _BATCH), _STEPS[1])
+        steps = _steps(count)
         # Dropout draws from the global generator, which is the caller's.
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), _one_thread():
             torch.manual_seed(0)
@@ -189,6 +193,10 @@ class Judge:
         with _one_thread():
             found = [self.network(self.network.standardise(self._scale(part))) for part in images]
         return [each.clone() for each in self._split(torch.cat(found))]
+
+
+def _steps(count: int) -> int:
+    return min(max(_STEPS[0], _EPOCHS * count // _BATCH), _STEPS[1])
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -51,19 +51,8 @@ class ConditionScore:
     shuffled: float
     """The score of the same samples if each is compared with what was asked of another."""
 
-    @property
-    def obeyed(self) -> str:
-        """Whether samples have what was asked: "yes", "partly", "no", or why that is not known."""
-        if self.real is None or self.real_low is None or self.real_high is None:
-            return "too few real images"
-        way = self.real - self.shuffled
-        sign = -1 if self.measure == ERROR else 1
-        if sign * way <= 0 or self.real_low <= self.shuffled <= self.real_high:
-            return "the judge cannot see it"
-        low, high = sorted((end - self.shuffled) / way for end in (self.low, self.high))
-        if low <= 0:
-            return "no" if high < _REACHED else "too few samples"
-        return "yes" if high >= _REACHED else "partly"
+    obeyed: str = ""
+    """Whether samples have what was asked: "yes", "partly", "no", or why that is not known."""
 
 
 class JudgedKind:
@@ -196,13 +185,23 @@ def score_condition(
         reached = _NONE if len(real_target) < FEWEST else _with_interval(kind, measure, facts, real_output, real_target)
         real_value, real_low, real_high = (None if math.isnan(each) else each for each in reached)
         shuffled = _shuffled(kind, measure, facts, output, target)
-        found.append(
-            ConditionScore(
-                *(facts.name, facts.kind, measure, value, low, high, len(target)),
-                *(real_value, real_low, real_high, len(real_target), shuffled),
-            )
-        )
+        drawn = facts.name, facts.kind, measure, value, low, high, len(target)
+        one = ConditionScore(*drawn, real_value, real_low, real_high, len(real_target), shuffled)
+        found.append(replace(one, obeyed=_obeyed(one)))
     return found
+
+
+def _obeyed(one: ConditionScore) -> str:
+    if one.real is None or one.real_low is None or one.real_high is None:
+        return "too few real images"
+    way = one.real - one.shuffled
+    sign = -1 if one.measure == ERROR else 1
+    if sign * way <= 0 or one.real_low <= one.shuffled <= one.real_high:
+        return "the judge cannot see it"
+    low, high = sorted((end - one.shuffled) / way for end in (one.low, one.high))
+    if low <= 0:
+        return "no" if high < _REACHED else "too few samples"
+    return "yes" if high >= _REACHED else "partly"
 
 
 _NONE = (math.nan, math.nan, math.nan)

@@ -112,7 +112,8 @@ class Evaluation:
         raise KeyError(metric)
 
     def __repr__(self) -> str:
-        metrics = ", ".join(f"{one.metric} {one.value:.4g}" for one in self.measured if one.value is not None)
+        named = [f"{one.metric} {one.value:.4g}" for one in self.measured if one.value is not None]
+        metrics = ", ".join([*named, *(f"{one.condition} {one.measure} {one.value:.4g}" for one in self.obeys)])
         what = "images" if self.step is None else f"step {self.step:,}"
         return f"<evaluation of {what}: {metrics or 'no metrics'}>"
 

@@ -33,6 +33,8 @@ _LARGEST_EVALUATION = 10 * 2**20  # bytes of a file; those that Unfog writes hav
 _LARGEST_REPORT = 64 * 2**20  # bytes of data.json, which names every file
 _DEEPEST = 8  # lists in lists that are written out
 _LONGEST = 2000  # characters of a field of an event
+_OBEYS = ("value", "low", "high", "n", "real", "real_low", "real_high", "shuffled")
+_WORTH = ("loss", "n", "shuffled", "shuffled_low", "shuffled_high", "none", "none_low", "none_high")
 _NUMBERS = ("value", "low", "high", "n", "n_reference", "real", "real_low", "real_high")
 _LINES = ("x", "generated", "real", "low", "high")  # of a curve of an evaluation
 _MOST_CHARTS = 4  # of spectra, and of histograms, of an evaluation
@@ -129,10 +131,8 @@ def read_evaluations(run: Path) -> list[dict[str, Any]]:
 def _evaluation(path: Path, stored: Mapping[str, Any], here: bool) -> dict[str, Any]:
     measured = []
     for one in [one for one in stored["measured"] if isinstance(one, dict)]:
-        numbers = {name: finite_number(one.get(name)) for name in _NUMBERS}
-        texts = {name: plain_text(one.get(name) or "") for name in ("features", "resize", "note")}
-        found = {name: None if math.isnan(number) else number for name, number in numbers.items()}
-        measured.append({"metric": str(one["metric"]), **found, **texts})
+        found = _numbers_and_texts(one, _NUMBERS, ("features", "resize", "note"))
+        measured.append({"metric": str(one["metric"]), **found})
     copies = []
     for one in stored["copies"]:
         name = Path(str(one.get("picture", "")))
@@ -148,7 +148,19 @@ def _evaluation(path: Path, stored: Mapping[str, Any], here: bool) -> dict[str, 
         "measured": measured,
         "copies": copies,
         "charts": _charts(stored.get("curves"), measured),
+        "judge": plain_text(stored.get("judge") or ""),
+        "obeys": [
+            _numbers_and_texts(one, _OBEYS, ("condition", "measure", "obeyed")) for one in _lists(stored.get("obeys"))
+        ],
+        "worth": [_numbers_and_texts(one, _WORTH, ("condition",)) for one in _lists(stored.get("worth"))],
     }
+
+
+def _numbers_and_texts(one: Mapping[str, Any], numbers: Sequence[str], texts: Sequence[str]) -> dict[str, Any]:
+    """Return these entries of a stored result, which anybody may have edited: finite numbers or None, and texts."""
+    found = {name: finite_number(one.get(name)) for name in numbers}
+    plain = {name: None if math.isnan(number) else number for name, number in found.items()}
+    return {**plain, **{name: plain_text(one.get(name) or "")[:_LONGEST] for name in texts}}
 
 
 def _charts(curves: object, measured: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
