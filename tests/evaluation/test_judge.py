@@ -13,7 +13,7 @@ from unfog.evaluation.judge import Judge
 from unfog.evaluation.judged_kinds import JUDGED, average_precision, main_scores, score_condition
 from unfog.values.columns import Column
 from unfog.values.condition_format import ConditionFormat, conditions_of, facts_of
-from unfog.values.condition_kinds import ColumnFacts
+from unfog.values.condition_kinds import KINDS, ColumnFacts
 from unfog.values.image_format import ImageFormat, StoredValues
 
 NAN = float("nan")
@@ -158,10 +158,7 @@ def test_average_precision_takes_equal_outputs_together():
 
 
 def test_every_kind_of_column_has_a_judge():
-    from unfog.data.settings import CONDITION_KINDS
-
-    assert {"class", "number", "category", "several", "vector"} <= {*JUDGED}
-    assert {*JUDGED} <= {"class", *CONDITION_KINDS}
+    assert {"class", "number", "category", "several", "vector"} <= {*JUDGED} <= {*KINDS}
 
 
 def test_the_worth_of_a_condition_is_what_the_loss_loses_without_it():

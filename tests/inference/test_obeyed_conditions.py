@@ -113,10 +113,10 @@ def test_a_damaged_judge_in_the_cache_is_trained_again(run, trained):
 
 
 def test_runs_without_conditions_are_told_nothing_and_asked_for_it_refuse(tmp_path, capsys):
-    images, _ = shades(40)
+    images, _ = shades()
     run = unfog.train(images, out=tmp_path / "run", data={"held_out": 0.2}, evaluate=NEVER, **TINY)
     found = run.evaluate("held_out")
-    assert (found.obeys, found.judge, found.worth) == ((), "", ())
+    assert not any((found.obeys, found.judge, found.worth))
     assert len(found.lines()) == 3
     for metric in ("obeys", "worth"):
         with pytest.raises(RequestError, match="of runs with conditions"):
@@ -136,7 +136,7 @@ def test_a_run_of_which_nothing_can_be_measured_is_refused_with_the_reason(tmp_p
 
 def test_training_records_whether_conditions_are_obeyed(tmp_path):
     images, conditions = shades()
-    evaluate = {"every": 2, "metrics": "obeys", "samples": 12, "reference": 20, "metrics_every": 2, "best": "obeys"}
+    evaluate = {"every": 2, "metrics": ["obeys"], "samples": 12, "reference": 20, "metrics_every": 2, "best": "obeys"}
     settings = TINY | {"steps": 2, "sampler": {"steps": 2}, "data": {"held_out": 0.2}}
     run = unfog.train(images, conditions=conditions, out=tmp_path / "run", evaluate=evaluate, **settings)
     record = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])
