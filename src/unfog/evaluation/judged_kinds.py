@@ -1,6 +1,7 @@
 """Scores of conditions: whether images have what was asked, by what a judge reads from them, for each kind.
 
-A judge has outputs [N, K] for each column. A new kind is a class here and in `JUDGED`.
+A judge has outputs [N, K] for each column. A new kind is a class here and in `JUDGED`. Conditions that are images need
+no judge: `evaluation.image_agreement` compares samples with the true images.
 """
 
 from __future__ import annotations

@@ -72,15 +72,17 @@ class ConditionJudge:
         kept = rows[::_KEPT] if len(held_out) < _FEW_HELD_OUT else rows[:0]
         rows = np.setdiff1d(rows, kept)
         _train(judge, train, rows, config.data.flip)
-        others = [(dataset.held_out, held_out), (train, kept)]
+        sets = [(dataset.held_out, held_out), (train, kept)]
         outputs, values = list[list[Tensor]](), list[Sequence[NDArray[np.generic]]]()
-        for stored, own in chain(*(_batches(images, some, columns) for images, some in others)):
+        for stored, own in chain(*(_batches(images, some, columns) for images, some in sets)):
             outputs.append(judge.read([stored]))
             values.append(own)
         parts = [plural(len(held_out), "held-out image")] * bool(len(held_out))
         parts += [f"{plural(len(kept), 'training image')} that it was not trained on"] * bool(len(kept))
         trained = f"{plural(len(rows), 'training image')} at {judge.grid[1]}x{judge.grid[0]}"
         said = f"a small network trained on {trained}; real images: {' and '.join(parts)}"
+        if others := [one.name for one in config.conditions.facts if one not in columns]:
+            said += f"; without a judge: {', '.join(others)}"
         read = [torch.cat(each) for each in zip(*outputs)]
         return cls(judge, columns, read, [np.concatenate(each) for each in zip(*values)], said)
 
