@@ -141,7 +141,7 @@ class Run extends View {
 		const interval = (m) => (Number.isFinite(m.low) && Number.isFinite(m.high) ? `${number(m.low)} to ${number(m.high)}` : "");
 		const rows = (one.measured || []).map((m) => [m.metric, m.value === null ? "refused" : number(m.value), interval(m), this.real(m), count(m.n), count(m.n_reference), m.features, m.resize]);
 		return html`<h3>step ${count(one.step)}</h3>${one.here === false ? html`<p class="warning">Not checked: stored on another machine or by an earlier version of Unfog, or changed since</p>` : ""}${one.verdict ? html`<p>${one.verdict}</p>` : ""}<p class="soft">${text(one.drawn)}</p>
-			${table(`Evaluation of step ${one.step}`, ["metric", "value", "95% interval", "real images", "n", "reference", "features", "resize"], rows)}
+			${rows.length ? table(`Evaluation of step ${one.step}`, ["metric", "value", "95% interval", "real images", "n", "reference", "features", "resize"], rows) : ""}
 			${Object.entries(Object.groupBy((one.measured || []).filter((m) => m.note), (m) => m.note)).map(([note, of]) => html`<p class="soft">${of.map((m) => m.metric).join(", ")}: ${note}</p>`)}
 			${one.obeys?.length ? html`<p>Samples and what was asked, by a judge: ${one.judge}</p>${table("Conditions of samples", ["condition", "measure", "samples", "95% interval", "real images", "shuffled", "n", "obeyed"],
 				one.obeys.map((m) => [m.condition, m.measure, number(m.value), interval(m), `${number(m.real)}${Number.isFinite(m.real_low) ? ` (${number(m.real_low)} to ${number(m.real_high)})` : ""}`, number(m.shuffled), count(m.n), m.obeyed]))}` : ""}
