@@ -80,8 +80,9 @@ def test_an_evaluation_says_whether_conditions_are_obeyed_and_what_they_are_wort
     assert kept.worth[2].none is not None
     assert "half accuracy" in repr(kept)
     (shown,) = read_evaluations(run.path)
-    assert [one["obeyed"] for one in shown["obeys"]] == [one.obeyed for one in kept.obeys]
-    assert shown["worth"][0]["shuffled"] == kept.worth[0].shuffled
+    obeys, worth = shown["tables"]
+    assert [row[-1] for row in obeys["rows"]] == [one.obeyed for one in kept.obeys]
+    assert worth["rows"][0][:2] == ("half", f"{kept.worth[0].shuffled:.4g}")
     # The judge is in the cache: no other one is trained.
     monkeypatch.setattr(Judge, "train", lambda *words: pytest.fail("trained again"))
     run.evaluate("obeys", n=20, steps=2)

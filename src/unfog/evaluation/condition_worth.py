@@ -1,4 +1,4 @@
-"""What a condition is worth: how much higher the loss of held-out images is without it, or with that of another image.
+"""Worth of a condition: the rise of the loss of held-out images without it, or with that of another image.
 
 The noise, its levels and the images are the same, so that the differences are paired.
 """
@@ -50,7 +50,7 @@ def condition_worth(
     batch: int,
     progress: Callable[[int], None] = lambda images: None,
 ) -> list[ConditionWorth]:
-    """Return what each condition is worth, and then all together, if there are several.
+    """Return the worth of each condition, and then of all together, if there are several.
 
     Args:
         held_out: two images or more.

@@ -57,7 +57,7 @@ class ConditionScore:
 
 
 class JudgedKind:
-    """How a judge reads columns of a kind from images, and how that is scored."""
+    """Base of the kinds: the outputs of a judge for columns of a kind, their loss and their scores."""
 
     measures: ClassVar[tuple[str, ...]]
     """The first one is at most 1, and 1 is perfect."""

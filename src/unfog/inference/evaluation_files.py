@@ -41,7 +41,7 @@ ARITHMETIC = 3
 _HEADER_BYTES = 2**16  # of a file of samples, besides these
 
 _OBEYS_HEAD = ("condition", "measure", "samples", "95% interval", "real images", "shuffled", "n", "obeyed")
-_WORTH_HEAD = ("condition", "shuffled", "95% interval", "not told", "95% interval")
+_WORTH_HEAD = ("condition", "shuffled", "95% interval", "not given", "95% interval")
 _TABLE_HEAD = ("metric", "value", "95% interval", "real images", "n", "reference", "features", "resize")
 
 

@@ -1,4 +1,4 @@
-"""Whether samples of a run have the conditions that were asked, by a judge from the cache; and what these are worth."""
+"""Obedience of samples to the conditions that were asked, by a judge from the cache; and the worth of conditions."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _batches(images: ImageSet, rows: NDArray[np.int64], columns: Iterable[Column
 def measure_worth(
     config: Config, held_out: HeldOut | HeldOutBuckets, loss_at: LossAt, batch: int
 ) -> list[ConditionWorth]:
-    """Return what each condition of a run is worth, in the loss of its held-out images."""
+    """Return the worth of each condition of a run, in the loss of its held-out images."""
     places, trained = config.conditions.places, _hidden_in_training(config)
     count = passes(places, trained) * held_out.images * config.evaluate.levels
     with Progress("measuring what conditions are worth", count) as progress:

@@ -143,10 +143,7 @@ class Run extends View {
 		return html`<h3>step ${count(one.step)}</h3>${one.here === false ? html`<p class="warning">Not checked: stored on another machine or by an earlier version of Unfog, or changed since</p>` : ""}${one.verdict ? html`<p>${one.verdict}</p>` : ""}<p class="soft">${text(one.drawn)}</p>
 			${rows.length ? table(`Evaluation of step ${one.step}`, ["metric", "value", "95% interval", "real images", "n", "reference", "features", "resize"], rows) : ""}
 			${Object.entries(Object.groupBy((one.measured || []).filter((m) => m.note), (m) => m.note)).map(([note, of]) => html`<p class="soft">${of.map((m) => m.metric).join(", ")}: ${note}</p>`)}
-			${one.obeys?.length ? html`<p>Samples and what was asked, by a judge: ${one.judge}</p>${table("Conditions of samples", ["condition", "measure", "samples", "95% interval", "real images", "shuffled", "n", "obeyed"],
-				one.obeys.map((m) => [m.condition, m.measure, number(m.value), interval(m), `${number(m.real)}${Number.isFinite(m.real_low) ? ` (${number(m.real_low)} to ${number(m.real_high)})` : ""}`, number(m.shuffled), count(m.n), m.obeyed]))}` : ""}
-			${one.worth?.length ? html`<p>Rise of the held-out loss, ${number(one.worth[0].loss)} of ${count(one.worth[0].n)} images, with conditions of others or none</p>${table("Worth of conditions", ["condition", "shuffled", "95% interval", "not told", "95% interval"],
-				one.worth.map((m) => [m.condition, number(m.shuffled), interval({low: m.shuffled_low, high: m.shuffled_high}), number(m.none), interval({low: m.none_low, high: m.none_high})]))}` : ""}
+			${(one.tables || []).map((t) => html`<p>${t.title}</p>${table(t.title, t.heads, t.rows)}`)}
 			${one.charts?.length ? html`<div class="charts">${one.charts.map((chart) => html`<img src=${chart.picture} alt=${`${chart.title}: generated images, real images, and the range of halves of these`}>`)}</div>` : ""}
 			${(one.copies || []).map((copy) => html`<p class=${copy.severity}>copies of training images, by ${copy.by}: ${copy.evidence}${copy.remedy ? `; ${copy.remedy}` : ""}</p>
 				${String(copy.picture).startsWith("data:") ? scroller("Copies", html`<img src=${copy.picture} alt="Generated images over the training images nearest to them">`) : ""}`)}`;
