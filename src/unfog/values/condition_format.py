@@ -100,15 +100,18 @@ class ConditionFormat:
     @property
     def spans(self) -> tuple[Span, ...]:
         """Places of the values of each condition in `Conditions`, the class first; () without other columns."""
-        if not self.columns:
-            return ()
-        places, ends = list[Span](), dict[str, int]()
+        return tuple(self.places.values()) if self.columns else ()
+
+    @property
+    def places(self) -> dict[str, Span]:
+        """Place of the values of each condition in `Conditions` by its name, the class first."""
+        places, ends = dict[str, Span](), dict[str, int]()
         for one in self.facts:
             kind = kind_of(one.kind)
             start = ends.get(kind.field, 0)
             ends[kind.field] = start + kind.width(one)
-            places.append((kind.field, start, ends[kind.field]))
-        return tuple(places)
+            places[one.name] = (kind.field, start, ends[kind.field])
+        return places
 
     def arguments(self, told: Conditions) -> dict[str, Tensor | None]:
         """Return the conditions of images by name of column, as somebody's own network takes them; without the class.
