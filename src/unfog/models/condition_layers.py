@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from unfog.errors import RequestError
-from unfog.values.condition_kinds import NUMBER_INPUTS, ColumnFacts, kind_of
 from unfog.values.conditions import Conditions
+
+if TYPE_CHECKING:
+    from unfog.values.condition_kinds import ColumnFacts
 
 _WAVES = (0.5, 1.0, 2.0, 4.0, 8.0)  # radians for each deviation of a number
 
@@ -35,7 +38,7 @@ class ColumnEmbedding(nn.Module):
 
     def __init__(self, columns: Sequence[ColumnFacts], layer: Callable[[int], nn.Module], balanced: bool = False):
         super().__init__()
-        of = {name: [one for one in columns if kind_of(one.kind).name == name] for name in _POWER}
+        of = {name: [one for one in columns if one.kind == name] for name in _POWER}
         if sum(map(len, of.values())) < len(columns):
             raise RequestError("the network has no layer for a column of this run; leave the column out")
         vectors = [(one.statistics, len(one.statistics) // 4) for one in of["vector"]]
@@ -101,7 +104,7 @@ def _with_flag(values: Tensor) -> Tensor:
 
 # Mean of the sum of the squares of the features of a column, by its kind: of a number itself and five waves.
 _POWER: dict[str, Callable[[ColumnFacts], float]] = {
-    "number": lambda facts: (NUMBER_INPUTS - 2) / 2 + 1,
+    "number": lambda facts: len(_WAVES) + 1.0,
     "category": lambda facts: 1.0,
     "several": lambda facts: max(1.0, len(facts.categories) / 2),
     "vector": lambda facts: len(facts.statistics) / 4,
@@ -110,7 +113,7 @@ _POWER: dict[str, Callable[[ColumnFacts], float]] = {
 
 def _scales(columns: Sequence[tuple[str, ColumnFacts]], balanced: bool) -> list[float]:
     """Return the factor of each input; see `ColumnEmbedding`."""
-    inputs = [kind_of(name).inputs(one) for name, one in columns]
+    inputs = [one.inputs for _, one in columns]
     powers = [_POWER[name](one) if balanced else sum(inputs) / len(columns) for name, one in columns]
     shares = [(sum(inputs) / len(columns) / power) ** 0.5 for power in powers]
     return [share for share, size in zip(shares, inputs) for _ in range(size)]

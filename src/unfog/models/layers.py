@@ -202,7 +202,7 @@ class ConditionalNetwork(nn.Module):
         """Add the embeddings of all conditions but the class; `RequestError` if the network has no such input."""
         told = Conditions.of(conditions)
         if self.column_embedding is not None:
-            hidden = hidden + self.column_embedding(told, len(hidden), hidden.dtype)
+            hidden = hidden + self.column_embedding(told, hidden.shape[0], hidden.dtype)
         elif any(each is not None for each in told._replace(known=None)[2:]):
             raise RequestError("columns were given to a network without them; train with data.condition")
         if told.augment is None:

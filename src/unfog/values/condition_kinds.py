@@ -52,6 +52,11 @@ class ColumnFacts:
         """All but the values of the statistics: equal for one column of two sets of images."""
         return self.name, self.kind, self.categories, len(self.statistics)
 
+    @property
+    def inputs(self) -> int:
+        """Number of inputs of the layer that embeds the column: see `ConditionKind.inputs`."""
+        return kind_of(self.kind).inputs(self)
+
 
 class ConditionKind:
     """Base of the kinds of conditions. Values are in the units of the source."""
@@ -383,7 +388,7 @@ def _category(facts: ColumnFacts, word: object) -> int:
 def _number(facts: ColumnFacts, word: object) -> float:
     try:
         number = math.nan if isinstance(word, bool) else float(cast(Any, word))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) < 1e30:  # also of NaN; float32 ends at 3e38
         size = len(facts.statistics) // 4
