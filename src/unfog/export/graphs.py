@@ -93,7 +93,7 @@ def _by_parameter(network: nn.Module, each: list[_Shape]) -> tuple[_Shape | tupl
     if parameters[-1].kind is not Parameter.VAR_POSITIONAL:
         return tuple(each)
     first = len(parameters) - 1
-    return *each[:first], tuple(each[first:])
+    return tuple(each) if len(each) == first else (*each[:first], tuple(each[first:]))
 
 
 def _rename_others(graph: Any, names: frozenset[str]) -> None:

@@ -47,6 +47,7 @@ def to_stored(values, x):
 def rounded(values, stored):
     """Return values in stored units as float32, or rounded and limited to a type of integers; for NaN, `unknown`."""
     kind, filler = getattr(torch, values["dtype"]), _filler(values)
+    stored = torch.as_tensor(stored)
     whole = stored.float()
     if not kind.is_floating_point:
         ends = torch.iinfo(kind)

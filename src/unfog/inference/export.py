@@ -141,12 +141,16 @@ def _write_code(job: _Export, kind: str) -> None:
     code = run_path(str(job.folder / ("denoiser.py" if kind == "denoiser" else "values.py")))
     described, values = job.description["values"], job.run.config.image_format.values
     shape = job.run.config.image_format.shape
-    stored = values.to_units(x0 := torch.randn(2, *shape, generator=torch.Generator().manual_seed(2)))
-    whole = values.rounded(stored)
-    for name, given, expected in (("to_stored", x0, stored), ("to_model", whole, values.to_model(whole))):
-        found = torch.as_tensor(code[name](described, given.numpy()))
-        largest = expected.abs().amax((0, 2, 3), keepdim=True)  # of each channel, as each has units of its own
-        if not bool(((found - expected).abs() <= _VALUE_TOLERANCE * largest).all()):
+    x0 = torch.randn(2, *shape, generator=torch.Generator().manual_seed(2))
+    if values.filler is not None:
+        x0[..., 0, 0] = math.nan
+    stored, whole = values.to_units(x0), values.to_stored(x0)
+    expected = {"to_stored": (x0, stored), "rounded": (stored, whole), "to_model": (whole, values.to_model(whole))}
+    for name, (given, wanted) in expected.items():
+        found, result = torch.as_tensor(code[name](described, given.numpy())).float(), wanted.float()
+        largest = result.nan_to_num(0).abs().amax((0, 2, 3), keepdim=True)  # of each channel, as each has its units
+        same = (found - result).abs() <= _VALUE_TOLERANCE * largest
+        if not bool((same | (found.isnan() & result.isnan())).all()):
             raise RunError(f"{name} of the export differs from that of the run; this is a bug in unfog")
 
 
