@@ -171,7 +171,7 @@ class ConditionFormat:
             if name in given:
                 raise RequestError(f"given {name!r} comes twice; separate its values by commas: {name}=VALUE,VALUE")
             # A comma may be part of the name of a category.
-            given[name] = [text] if name in known and text in known[name].categories else text.split(",")
+            given[name] = [text] if name in known and known[name].has(text) else text.split(",")
         return given
 
     def rows(self, columns: Iterable[Column], rows: Any) -> Given:
