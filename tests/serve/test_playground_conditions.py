@@ -98,9 +98,17 @@ def test_each_kind_has_a_field_and_the_history_keeps_its_value(run):
         assert [node["html"] for one in found for node in one["nodes"]] == []
         markers.get_by_role("button", name="none").click()
         assert "none of them" in markers.inner_text()
-        markers.get_by_role("button", name="Do not tell markers").click()
-        age.get_by_role("button", name="Do not tell age").click()
+        markers.get_by_role("button", name="clear markers").click()
+        age.get_by_role("button", name="clear age").click()
         assert sorted(given()) == ["place=0.1;0.2", "stain=HE"]
         page.locator(".history button").filter(has_text="age=60").first.click()
         wait_until(lambda: len(given()) == 4, 60)
+        page.get_by_role("button", name="Grid of two settings").click()
+        for axis, name, values in (("a", "given age", "20, 40"), ("b", "given stain", "HE, PAS")):
+            page.select_option(f"unfog-grid select[name={axis}]", name)
+            page.fill(f"unfog-grid input[name={axis}-values]", values)
+        page.get_by_role("button", name="Draw the grid").click()
+        wait_until(lambda: page.locator("unfog-grid unfog-tile").count() == 4, 180)
+        asked = page.evaluate(f"{PLAYGROUND}.jobs.slice(-4).map((one) => one.settings.given.slice(-2).join())")
+        assert asked == [f"age={age},stain={stain}" for age in (20, 40) for stain in ("HE", "PAS")]
         assert watched.troubles == []

@@ -222,7 +222,7 @@ class Playground extends View {
 			<div class="result"><p class="error" role="alert">${this.failed}</p>
 				<div class="bar" role="group" aria-label="What to do">${Object.entries({draw: "Pictures", grid: "Grid of two settings", blind: "Blind comparison"}).map(([pane, label]) => html`<button aria-pressed=${pane === this.pane} @click=${() => (this.pane = pane)}>${label}</button>`)}
 					<span class="grow"></span><button ?disabled=${!this.past.length} @click=${() => this.back("past", "future")}>Undo</button><button ?disabled=${!this.future.length} @click=${() => this.back("future", "past")}>Redo</button></div>
-				<unfog-grid ?hidden=${this.pane !== "grid"} .data=${this.data} .run=${this.run} .settings=${this.settings} .sheets=${this.sheets} .inputs=${() => this.edited()}></unfog-grid>
+				<unfog-grid ?hidden=${this.pane !== "grid"} .data=${this.data} .run=${this.run} .settings=${this.settings} .conditions=${this.detail?.conditions || []} .sheets=${this.sheets} .inputs=${() => this.edited()}></unfog-grid>
 				${this.pane === "grid" ? "" : this.detail && this.pane === "blind" ? html`${[this.run].map(() => html`<unfog-blind .data=${this.data} .run=${this.run} .detail=${this.detail} .sheets=${this.sheets} .settings=${this.settings}></unfog-blind>`)}` : this.drawing()}
 				${this.history()}</div></div>`;
 	}

@@ -26,7 +26,7 @@ export function fields(conditions, given, set) {
 	return conditions.map((one) => {
 		const value = told(given, one.name), change = (next, now = false) => set(tell(given, one.name, next), now);
 		const shown = value === "" ? "not told" : value === ";" ? "none of them" : value;
-		const clear = value === "" ? "" : html`<button type="button" class="quiet" aria-label="Do not tell ${one.name}" @click=${() => change("", true)}>not told</button>`;
+		const clear = value === "" ? "" : html`<button type="button" class="quiet" aria-label="clear ${one.name}" @click=${() => change("", true)}>clear</button>`;
 		return (CONTROLS[one.kind] || unknown)(one, value, change, html`<span>${one.name} <b>${shown}</b> ${clear}</span>`);
 	});
 }
@@ -35,7 +35,7 @@ const CONTROLS = {
 	number({name, low: [low], high: [high]}, value, change, label) {
 		const number = Number(value), step = stepOf(low, high), outside = value !== "" && (number < low || number > high);
 		const at = value === "" ? (low + high) / 2 : Math.min(high, Math.max(low, number));
-		return html`<div class="setting wide condition" role="group" aria-label=${name}>${label}<span class="inline">${range(at, low, high, (x) => change(String(Number(x.toPrecision(6))), true), {step: "any", said: value === "" ? "not told" : value})}
+		return html`<div class="setting wide condition" role="group" aria-label=${name}>${label}<span class="inline">${range(at, low, high, (x) => change(String(Number(x.toPrecision(6))), true), {step: "any", label: name, said: value === "" ? "not told" : value})}
 			<input type="number" inputmode="decimal" step=${step} aria-label="${name}, a number" placeholder="${short(low)} to ${short(high)}" .value=${value} @input=${(e) => change(e.target.value)}></span>
 			${outside ? html`<span class="soft" role="status">The training images have ${short(low)} to ${short(high)}.</span>` : ""}</div>`;
 	},
