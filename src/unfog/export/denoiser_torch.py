@@ -18,7 +18,7 @@ class Denoiser(nn.Module):
     a number or a tensor [B], from 0 to `sigma_max`. One below `sigma_min`, the least that was trained, counts as
     `sigma_min`. `label` is int64 [B] in 0 to len(classes) - 1; None, or len(classes), stands for no class. `given` has
     values of other conditions by name, such as {"age": 60, "stain": ["HE", "PAS"]}, see `read` and `conditions`; those
-    that are left out are not told. Other shapes, levels, labels and values raise ValueError. Where no image has known
+    that are left out stay open. Other shapes, levels, labels and values raise ValueError. Where no image has known
     values D is 0. The network computes in float32, that of its weights.
     """
 

@@ -49,7 +49,7 @@ class UnfogPipeline(DiffusionPipeline):
             guidance_scale: None is the run's; 1 turns guidance off.
             output_type: "pil", "np" (float [B, H, W, C] from 0 to 1) or "pt" ([B, C, H, W]).
             given: values of conditions by name, of which `config.objective["conditions"]` has kinds, categories and
-                statistics. Images cycle through a list. None and a condition that is left out are not told.
+                statistics. Images cycle through a list. None and an omitted condition leave it open.
             conditions: the same as arguments of their own.
         """
         objective, device = self.config.objective, self._execution_device

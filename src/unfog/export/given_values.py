@@ -16,7 +16,7 @@ def read(conditions, given, count):
         conditions: their descriptions, in order.
         given: values by name, in the units of the source: a number, the name of a category, names of several
             categories as "red;round" or [["red", "round"]], a vector as [[0.1, 0.2]]. Images cycle through a list.
-            A condition that is left out, None and NaN are not told.
+            None, NaN and an omitted condition leave it open.
         count: number of images.
 
     ValueError if a name or value is unknown. A value beyond those of the training images is used, with a warning.
@@ -42,7 +42,7 @@ def _words(value):
 
 
 def _number(one, word, index=0):
-    """Return a number, or the one at `index` of a vector; NaN if it is not told. ValueError if it is none."""
+    """Return a number, or the one at `index` of a vector; NaN if it is open. ValueError if it is none."""
     size = len(one["statistics"]) // 4
     low, high = (one["statistics"][end * size + index] for end in (2, 3))
     name = one["name"] if size == 1 else f"number {index + 1} of {one['name']}"
@@ -72,7 +72,7 @@ def _category(one, word):
 
 
 def _several(one, word):
-    """Return 1.0 for each category that is named, else 0.0; NaN for each if it is not told. ";" names none of them."""
+    """Return 1.0 for each category that is named, else 0.0; NaN for each if it is open. ";" names none of them."""
     count = len(one["categories"])
     if word is None or word != word:
         return [math.nan] * count
@@ -82,7 +82,7 @@ def _several(one, word):
 
 
 def _vector(one, word):
-    """Return the numbers of a vector, from a sequence or a text with semicolons; NaN for each if it is not told."""
+    """Return the numbers of a vector, from a sequence or a text with semicolons; NaN for each if it is open."""
     size = len(one["statistics"]) // 4
     if word is None or word != word:
         return [math.nan] * size

@@ -16,7 +16,7 @@ class NamedInputs(nn.Module):
     The conditions are the label, int64 [B], if there are classes, and then the columns in order: a number float32 [B],
     a category int64 [B], several categories float32 [B, K] with 1 for each that is present and 0 elsewhere, a vector
     float32 [B, D]. Numbers are in the units of their source. NaN, or -1 for a category, stands for a value that is not
-    told. y is NaN where `known`, bool [C, H, W], is False.
+    known. y is NaN where `known`, bool [C, H, W], is False.
 
     Args:
         network: called with `Conditions`.

@@ -177,7 +177,7 @@ def _card_grid(job: _Export) -> tuple[Pixels, str]:
     config = job.run.config
     samples = config.view(config.image_format.to_pictures(draw_samples(config, job.network, job.sampler, count)))
     caption = f"{count} samples of seed 0, {job.sampler.kind} in {job.sampler.steps} steps, not selected"
-    caption += "; conditions besides the class are not told" * bool(config.columns)
+    caption += "; conditions besides the class are open" * bool(config.columns)
     named = f"; {sanitize(', '.join(classes))}" if 1 < len(classes) <= _SAMPLES else ""
     return sample_grid(samples, classes), f"{caption}{named}"
 

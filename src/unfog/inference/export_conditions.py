@@ -85,7 +85,7 @@ def condition_rows(model: dict[str, Any], kind: str) -> list[tuple[str, ...]]:
 
 
 def example_values(column: dict[str, Any], count: int) -> list[Any]:
-    """Return values of a described column for images, as the network takes them; the second is not told."""
+    """Return values of a described column for images, as the network takes them; the second is open."""
     names, numbers = column["categories"], column["statistics"]
     size = len(numbers) // 4
     low, high = numbers[2 * size : 3 * size], numbers[3 * size :]
@@ -100,7 +100,7 @@ def example_values(column: dict[str, Any], count: int) -> list[Any]:
 
 
 def example_given(config: Config) -> tuple[Given, dict[str, Any]]:
-    """Return conditions of samples as Unfog has them, and columns in words for an export. Every second is not told."""
+    """Return conditions of samples as Unfog has them, and columns in words for an export. Every second is open."""
     words = {one.name: _word(one) for one in config.columns}
     told = dict(config.conditions.usual)
     for one in config.columns:

@@ -81,7 +81,7 @@ def run_detail(run: RunEntry, result: Path | None = None, sample: Sample | None 
 
 
 def _conditions(run: Path) -> list[dict[str, Any]]:
-    """Return what a page needs to ask for each condition of a run besides the class."""
+    """Return name, kind, categories and ranges of each condition of a run besides the class, for its field."""
     found = []
     for one in conditions_of(run).columns:
         size = len(one.statistics) // 4

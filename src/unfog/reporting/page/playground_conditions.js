@@ -3,12 +3,12 @@
 import {html} from "./vendor/lit.js";
 import {range, select} from "./util.js";
 
-// The value of a condition among words such as "age=60"; "" if it is not told.
+// The value of a condition among words such as "age=60"; "" if it is open.
 export function told(given, name) {
 	return (given || []).find((word) => word.startsWith(`${name}=`))?.slice(name.length + 1) ?? "";
 }
 
-// The words with another value of a condition; null if none is told.
+// The words with another value of a condition; null if all are open.
 export function tell(given, name, value) {
 	const others = (given || []).filter((word) => !word.startsWith(`${name}=`)), words = value === "" ? others : [...others, `${name}=${value}`];
 	return words.length ? words : null;
@@ -25,7 +25,7 @@ function stepOf(low, high) {
 export function fields(conditions, given, set) {
 	return conditions.map((one) => {
 		const value = told(given, one.name), change = (next, now = false) => set(tell(given, one.name, next), now);
-		const shown = value === "" ? "not told" : value === ";" ? "none of them" : value;
+		const shown = value === "" ? "any" : value === ";" ? "none of them" : value;
 		const clear = value === "" ? "" : html`<button type="button" class="quiet" aria-label="clear ${one.name}" @click=${() => change("", true)}>clear</button>`;
 		return (CONTROLS[one.kind] || unknown)(one, value, change, html`<span>${one.name} <b>${shown}</b> ${clear}</span>`);
 	});
@@ -35,12 +35,12 @@ const CONTROLS = {
 	number({name, low: [low], high: [high]}, value, change, label) {
 		const number = Number(value), step = stepOf(low, high), outside = value !== "" && (number < low || number > high);
 		const at = value === "" ? (low + high) / 2 : Math.min(high, Math.max(low, number));
-		return html`<div class="setting wide condition" role="group" aria-label=${name}>${label}<span class="inline">${range(at, low, high, (x) => change(String(Number(x.toPrecision(6))), true), {step: "any", label: name, said: value === "" ? "not told" : value})}
+		return html`<div class="setting wide condition" role="group" aria-label=${name}>${label}<span class="inline">${range(at, low, high, (x) => change(String(Number(x.toPrecision(6))), true), {step: "any", label: name, said: value === "" ? "any" : value})}
 			<input type="number" inputmode="decimal" step=${step} aria-label="${name}, a number" placeholder="${short(low)} to ${short(high)}" .value=${value} @input=${(e) => change(e.target.value)}></span>
 			${outside ? html`<span class="soft" role="status">The training images have ${short(low)} to ${short(high)}.</span>` : ""}</div>`;
 	},
 	category({name, categories}, value, change) {
-		return html`<label class="setting condition"><span>${name}</span>${select([["", "not told"], ...categories.map((one) => [one, one])], value, (next) => change(next, true), name)}</label>`;
+		return html`<label class="setting condition"><span>${name}</span>${select([["", "any"], ...categories.map((one) => [one, one])], value, (next) => change(next, true), name)}</label>`;
 	},
 	several({name, categories}, value, change, label) {
 		const chosen = value.split(";").filter(Boolean), toggle = (one) => (chosen.includes(one) ? chosen.filter((each) => each !== one) : [...chosen, one]).join(";") || ";";
