@@ -254,6 +254,30 @@ def test_conditions_of_another_kind_are_refused_in_words(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"inputs": 10**12}, "no size that Unfog writes"), ({"kind": "text"}, "has no layer for a column")],
+    ids=["size", "kind"],
+)
+def test_a_description_that_was_edited_builds_nothing(tmp_path, change, message):
+    run = with_columns()
+    run.export(tmp_path / "out")
+    model = json.loads((tmp_path / "out/model.json").read_text())
+    model["conditions"][0] |= change
+    with pytest.raises(ValueError, match=message):
+        run_path(str(tmp_path / "out/network.py"))["build"](model)
+
+
+def test_names_of_anybody_are_text_on_the_card(tmp_path):
+    names = ("a|b", "`c`", "<i>d</i>", '"]); print(1)', "[e](f)")
+    run = run_of(network=DIT, classes=0, columns=(ColumnFacts("x", "category", names),))
+    run.export(tmp_path / "out")
+    card = (tmp_path / "out/README.md").read_text()
+    assert "a\\|b" in card
+    assert "<i>" not in card
+    run_card_code(tmp_path / "out", (8, 8))
+
+
 # Unknown pixels.
 
 

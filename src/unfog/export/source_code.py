@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from unfog.values.condition_kinds import MOST_CATEGORIES
 from unfog.values.image_format import ImageFormat
 
 _HEAD = '''"""{title}
@@ -56,7 +57,8 @@ def build(model):
     """
     from types import SimpleNamespace
 
-    classes, mask, columns = model["classes"], model["mask"], [SimpleNamespace(**one) for one in model["conditions"]]
+    classes, mask = model["classes"], model["mask"]
+    columns = [SimpleNamespace(**one) for one in model["conditions"]]{checked}
     conditions = SimpleNamespace(
         classes=classes, augment_inputs=0, columns=columns, mask_channels=mask * model["input"][0]
     )
@@ -65,6 +67,9 @@ def build(model):
     network.wrap_edges(model["wrap"]){wrapped}
     return network
 '''
+_CHECKED = """
+    if not all(0 < one.inputs <= {most} for one in columns):  # the description may be a stranger's
+        raise ValueError("a condition of the description has no size that Unfog writes; was it edited?")"""
 _WRAPPED = """
     known = torch.ones(model["input"], dtype=torch.bool) if mask else None  # their values are among the weights
     network = NamedInputs(network, bool(classes), [one.kind for one in columns], known)"""
@@ -153,7 +158,9 @@ def network_source(what: str, model: str, named_inputs: bool, modules: Iterable[
     if named_inputs:
         call = "(x [B, C, H, W], c_noise [B], label, *columns) -> y"
         columns = " Without classes there is no label at all. See `NamedInputs`."
-    return source + _BUILD.format(name=name, call=call, columns=columns, wrapped=_WRAPPED if named_inputs else "")
+    checked = _CHECKED.format(most=MOST_CATEGORIES + 1) if named_inputs else ""
+    wrapped = _WRAPPED if named_inputs else ""
+    return source + _BUILD.format(name=name, call=call, columns=columns, checked=checked, wrapped=wrapped)
 
 
 def plain_source(title: str, names: Iterable[str], left_out: Iterable[str] = (), about: str = "") -> str:
