@@ -256,7 +256,10 @@ def test_conditions_of_another_kind_are_refused_in_words(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"inputs": 10**12}, "no size that Unfog writes"), ({"kind": "text"}, "has no layer for a column")],
+    [
+        ({"inputs": 10**12}, "no kind and size that Unfog writes"),
+        ({"kind": "text"}, "no kind and size that Unfog writes"),
+    ],
     ids=["size", "kind"],
 )
 def test_a_description_that_was_edited_builds_nothing(tmp_path, change, message):

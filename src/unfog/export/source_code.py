@@ -68,8 +68,9 @@ def build(model):
     return network
 '''
 _CHECKED = """
-    if not all(0 < one.inputs <= {most} for one in columns):  # the description may be a stranger's
-        raise ValueError("a condition of the description has no size that Unfog writes; was it edited?")"""
+    kinds = "number", "category", "several", "vector"
+    if not all(one.kind in kinds and 0 < one.inputs <= {most} for one in columns):  # it may be a stranger's
+        raise ValueError("a condition of the description has no kind and size that Unfog writes; was it edited?")"""
 _WRAPPED = """
     known = torch.ones(model["input"], dtype=torch.bool) if mask else None  # their values are among the weights
     network = NamedInputs(network, bool(classes), [one.kind for one in columns], known)"""
