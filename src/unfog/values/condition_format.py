@@ -217,7 +217,7 @@ class ConditionFormat:
             if name in given:
                 raise RequestError(f"given {name!r} comes twice; separate its values by commas: {name}=VALUE,VALUE")
             # A comma may be part of the name of a category, and of a caption.
-            whole = name in known and (known[name].kind == TEXT or text in known[name].categories)
+            whole = name in known and (known[name].kind == TEXT or known[name].has(text))
             given[name] = [text] if whole else text.split(",")
         return given
 

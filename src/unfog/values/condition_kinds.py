@@ -64,6 +64,16 @@ class ColumnFacts:
         """All but the values of the statistics: equal for one column of two sets of images."""
         return self.name, self.kind, self.categories, len(self.statistics)
 
+    def has(self, text: str) -> bool:
+        """Return True if a text is one value of the column, made of names of its categories."""
+        names = split_several(text) if self.kind == SeveralKind.name else [text]
+        return bool(names) and all(name in self.categories for name in names)
+
+    @property
+    def inputs(self) -> int:
+        """Number of inputs of the layer that embeds the column: see `ConditionKind.inputs`."""
+        return kind_of(self.kind).inputs(self)
+
 
 class ConditionKind:
     """Base of the kinds of conditions. Values are in the units of the source."""

@@ -66,7 +66,7 @@ def read_number(facts: _Facts, word: object) -> float:
     """Return a word as a number. RequestError if it is none, or too large."""
     try:
         number = math.nan if isinstance(word, bool) else float(cast(Any, word))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) < 1e30:  # also of NaN; float32 ends at 3e38
         size = len(facts.statistics) // 4
