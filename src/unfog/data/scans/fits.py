@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from io import BytesIO
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.scans.source import ScanSource
-from unfog.data.scans.stack import ImageStack, check_length, check_shape, native, scaled, scaled_type
+from unfog.data.scans.stack import ImageStack, check_shape, native, scaled, scaled_type, unpack
 from unfog.data.sources.base import ImageError
 
 _MOST_HDUS = 10_000
@@ -19,7 +21,7 @@ _MOST_HDUS = 10_000
 class FitsSource(ScanSource):
     """Images in the first part (HDU) of each FITS file that has any; planes of cubes are images of their own."""
 
-    suffixes = (".fits", ".fit", ".fts")
+    suffixes = (".fits", ".fit", ".fts", ".fz", ".fits.gz", ".fit.gz", ".fts.gz")
     prefix: ClassVar[str] = "fits"
     kind: ClassVar[str] = "FITS"
     package: ClassVar[str] = "astropy"
@@ -34,14 +36,17 @@ class FitsStack(ImageStack):
     def __init__(self, path: Path, axes: str) -> None:
         from astropy.io import fits
 
-        self._file = fits.open(path, mode="readonly", memmap=False, do_not_scale_image_data=True, lazy_load_hdus=True)
+        content = unpack(path) if path.name.lower().endswith(".gz") else None
+        place = path if content is None else BytesIO(content)
+        self._length = os.stat(path).st_size if content is None else len(content)
+        self._file = fits.open(place, mode="readonly", memmap=False, do_not_scale_image_data=True, lazy_load_hdus=True)
         try:
-            self._read_header(path, axes)
+            self._read_header(axes)
         except BaseException:
             self._file.close()
             raise
 
-    def _read_header(self, path: Path, axes: str) -> None:
+    def _read_header(self, axes: str) -> None:
         from astropy.io import fits
 
         number = 0
@@ -76,8 +81,9 @@ class FitsStack(ImageStack):
         self.dtype = np.dtype(np.float32) if self._blank is not None else dtype
         self.shape = (height, width, self._channels)
         check_shape(self.shape, self.dtype)
-        if not self._compressed:
-            check_length(path, int(part.fileinfo()["datLoc"]) + math.prod(self._sides) * stored.itemsize)
+        start = int(part.fileinfo()["datLoc"])
+        if not self._compressed and self._length < start + math.prod(self._sides) * stored.itemsize:
+            raise ImageError("truncated")
         if outer and axes == "auto" and math.prod(outer) > 1:
             self.note = "cubes, whose planes are read as images; --data.axes NCHW reads them as channels"
 

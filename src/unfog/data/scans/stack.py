@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 import os
 from abc import ABC, abstractmethod
@@ -17,6 +18,9 @@ from unfog.values.image_format import MOST_CHANNELS
 
 MOST_BYTES = 2**30
 """Of one image; a larger one is left out."""
+MOST_UNPACKED = 2**29
+"""Bytes of a file that is compressed as a whole, of which a few are in memory at a time."""
+TOO_MUCH = f"compressed, and over {MOST_UNPACKED >> 20} MB unpacked: unpack it (gunzip)"
 
 
 class ImageStack(ABC):
@@ -63,6 +67,15 @@ def check_length(path: Path, needed: int) -> None:
     """Raise ImageError if a file is shorter than its header says."""
     if os.stat(path).st_size < needed:
         raise ImageError("truncated")
+
+
+def unpack(path: Path) -> bytes:
+    """Return what a file of gzip unpacks to. ImageError if that is too much for the memory."""
+    with gzip.open(path) as file:
+        content = file.read(MOST_UNPACKED + 1)
+    if len(content) > MOST_UNPACKED:
+        raise ImageError(TOO_MUCH)
+    return content
 
 
 def read_part(path: Path, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:

@@ -31,6 +31,7 @@ from unfog.errors import RequestError
 from unfog.files.safe_files import read_file
 from unfog.text import sanitize
 from unfog.values.columns import Column, rows_of
+from unfog.values.slices import AXIAL
 
 _LARGEST_TABLE = 2**30  # bytes of a label table: ten million images have half of that
 
@@ -110,6 +111,9 @@ class OpenOptions:
 
     axes: str = "auto"
     """`data.axes`: order of the axes of arrays."""
+
+    slices: str = AXIAL
+    """`data.slices`: how volumes are cut to images."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +210,9 @@ class Source(ABC):
     new_runs_only: ClassVar[bool] = False
     """True if older runs read the same files through another class: a run that has begun opens this one by its prefix
     alone."""
+
+    has_volumes: ClassVar[bool] = False
+    """True if images are slices of volumes, which `OpenOptions.slices` cuts, or were cut before."""
 
     tables_inside: ClassVar[bool] = False
     """True if a label table may lie inside the file, so that its name is checked only once the source is open."""
