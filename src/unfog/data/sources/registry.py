@@ -26,10 +26,10 @@ BUILT_IN = (
     "unfog.data.packs.pack:PackSource",
     "unfog.data.sources.huggingface:HuggingFaceSource",
     "unfog.data.webdataset.shard_source:ShardSource",
+    "unfog.data.containers.zarr_store:ZarrSource",  # before zip archives, some of which are Zarr stores
     "unfog.data.sources.zip_archive:ZipSource",
     "unfog.data.sources.arrays:ArraySource",
     "unfog.data.containers.hdf5:Hdf5Source",
-    "unfog.data.containers.zarr_store:ZarrSource",
     "unfog.data.sources.stored_images:StoredImages",
     "unfog.data.sources.array_folder:ArrayFolder",
     "unfog.data.scans.tiff:TiffSource",
