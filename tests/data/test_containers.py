@@ -298,6 +298,31 @@ def test_a_store_in_a_zip_archive_is_read_in_place(tmp_path: Path) -> None:
         open_source(f"{tmp_path}/b.zarr.zip:z")
 
 
+def test_a_chunk_of_hdf5_that_unpacks_to_too_much_costs_its_images(tmp_path: Path) -> None:
+    packed = zlib.compress(bytes(2**27), 1)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        made = file.create_dataset("x", data=FIELDS, chunks=(2, 12, 16, 4), compression="gzip", shuffle=True)
+        for first, content in ((2, packed), (8, bytes(2**22))):
+            made.id.write_direct_chunk((first, 0, 0, 0), content)
+        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        properties.set_chunk((1, 12, 16, 4))
+        properties.set_deflate(9)
+        properties.set_deflate(9)
+        h5py.h5d.create(file.id, b"y", h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple(FIELDS.shape), properties)
+    source = open_source(f"{tmp_path}/a.h5:x")
+    for i in (2, 8, 2):
+        with pytest.raises(ImageError, match="unpacks to over"):
+            source.read(i)
+    assert np.array_equal(source.read(5), FIELDS[5])
+    with pytest.raises(RequestError, match="gzip 2 times"):
+        open_source(f"{tmp_path}/a.h5:y")
+    noise = RNG.integers(0, 2**32, (2, 2**19), np.uint32)
+    with h5py.File(tmp_path / "b.h5", "w") as file:  # large chunks are looked at once, and read
+        file.create_dataset("x", data=noise.reshape(2, 512, 1024), chunks=(1, 512, 1024), compression="gzip")
+    source = open_source(tmp_path / "b.h5", axes="NHWC")
+    assert all(np.array_equal(source.read(i)[..., 0].ravel(), noise[i]) for i in (0, 1, 0))
+
+
 BOMB = bytes(2**26)
 BOMBS = {
     "gzip": gzip.compress(BOMB),

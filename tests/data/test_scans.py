@@ -468,3 +468,26 @@ def test_the_commands_of_the_page_run(monkeypatch: pytest.MonkeyPatch, tmp_path:
             command("sample", place, *rest, "--steps", 1, "--device", "cpu")
     assert len(list(tmp_path.glob("runs/cells/pictures*/*.tif"))) == 32
     assert len(list(tmp_path.glob("runs/sky/pictures*/*.fits"))) == 16
+
+
+def test_tiles_of_fits_that_unpack_to_far_more_than_their_sides_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unfog.data.scans.fits._HARMLESS", 2**16)
+    zeros = fits.CompImageHDU(np.zeros((1024, 1024), np.int32), compression_type="GZIP_1", tile_shape=(1024, 1024))
+    zeros.writeto(tmp_path / "a.fits")
+    assert not open_source(tmp_path / "a.fits").read(0).any()
+    with fits.open(tmp_path / "a.fits", disable_image_compression=True) as file:
+        for name in ("ZNAXIS1", "ZNAXIS2", "ZTILE1", "ZTILE2"):
+            file[1].header[name] = 24
+        file.writeto(tmp_path / "b.fits")
+        packed = gzip.compress((tmp_path / "b.fits").read_bytes())
+    (tmp_path / "c.fits.gz").write_bytes(packed)
+    for name in ("b.fits", "c.fits.gz"):
+        with pytest.raises(RequestError, match="unpack to more"):
+            open_source(tmp_path / name)
+    with fits.open(tmp_path / "a.fits", disable_image_compression=True) as file:
+        file[1].header["ZTILE1"] = file[1].header["ZTILE2"] = 10**6
+        file.writeto(tmp_path / "d.fits")
+    with pytest.raises(RequestError, match="tiles of over"):
+        open_source(tmp_path / "d.fits")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import math
 import os
+import zlib
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ from unfog.values.image_format import MOST_CHANNELS
 
 MOST_BYTES = 2**30
 """Of one image; a larger one is left out."""
+DEFLATE_RATIO = 1032
+"""The most that deflate packs bytes to one."""
 MOST_UNPACKED = 2**29
 """Bytes of a file that is compressed as a whole, of which a few are in memory at a time."""
+_PIECE = 2**24  # bytes
 TOO_MUCH = f"compressed, and over {MOST_UNPACKED >> 20} MB unpacked: unpack it (gunzip)"
 
 
@@ -76,6 +80,25 @@ def unpack(path: Path) -> bytes:
     if len(content) > MOST_UNPACKED:
         raise ImageError(TOO_MUCH)
     return content
+
+
+def check_unpacked(packed: bytes, most: int, wbits: int = zlib.MAX_WBITS) -> None:
+    """Raise ImageError if a part of an image, compressed by deflate, unpacks to `most` bytes or more.
+
+    It is unpacked piece by piece. `wbits` is that of zlib, 31 for gzip.
+    """
+    stream, total = zlib.decompressobj(wbits), 0
+    while packed:
+        piece = len(stream.decompress(packed, _PIECE))
+        total += piece
+        if total >= most:
+            raise ImageError("parts that unpack to more than the image")
+        if stream.eof and wbits > zlib.MAX_WBITS:  # gzip goes on with the next stream
+            packed, stream = stream.unused_data.lstrip(b"\0"), zlib.decompressobj(wbits)
+        elif piece:
+            packed = stream.unconsumed_tail
+        else:
+            break
 
 
 def read_part(path: Path, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
