@@ -491,3 +491,31 @@ def test_tiles_of_fits_that_unpack_to_far_more_than_their_sides_are_refused(
         file.writeto(tmp_path / "d.fits")
     with pytest.raises(RequestError, match="tiles of over"):
         open_source(tmp_path / "d.fits")
+
+
+def test_files_of_another_depth_are_named(tmp_path: Path) -> None:
+    for i in range(3):
+        tifffile.imwrite(tmp_path / f"{i}.tif", PAGES[i, :, 0], photometric="minisblack")
+    assert not open_source(tmp_path).reading_warnings
+    tifffile.imwrite(tmp_path / "b.tif", (PAGES[0, :, 0] >> 4).astype(np.uint8), photometric="minisblack")
+    (line,) = open_source(tmp_path).reading_warnings
+    assert "16 bits and, among 4 that were looked at, 1 of 8 bits, such as b.tif" in line
+    (scans := tmp_path / "scans").mkdir()
+    for i, kind in enumerate((np.int16, np.float32)):  # files with slope and intercept have one scale
+        nibabel.save(nibabel.Nifti1Image(VOLUME.astype(kind), np.eye(4)), scans / f"{i}.nii")
+    assert not open_source(scans).reading_warnings
+
+
+def test_unknown_values_are_those_after_slope_and_intercept(tmp_path: Path) -> None:
+    values = VOLUME[:, :, :].clip(-1023, 3000).astype(np.int32)
+    values[:, 0] = -1024
+    write_dicom(tmp_path / "a.dcm", values, PixelPaddingValue=0)
+    source = open_source(tmp_path / "a.dcm")
+    assert "--data.unknown=-1024" in "".join(source.reading_warnings)
+    pixels = np.asarray(prepare(source, Data(unknown="-1024", held_out=0)).train.pixels)
+    assert np.array_equal(np.isnan(pixels[:, 0]), values == -1024)
+    part = fits.PrimaryHDU(VOLUME)
+    part.header["BLANK"] = int(VOLUME[0, 0, 0])
+    part.writeto(tmp_path / "a.fits")
+    pixels = np.asarray(prepare(open_source(tmp_path / "a.fits"), Data(unknown="nan", held_out=0)).train.pixels)
+    assert np.array_equal(np.isnan(pixels[:, 0]), VOLUME[:, ::-1] == VOLUME[0, 0, 0])

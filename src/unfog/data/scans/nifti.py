@@ -44,6 +44,7 @@ class NiftiSource(ScanSource):
     has_volumes = True
 
     suffixes = (".nii", ".nii.gz")
+    mixes_scales = False
     prefix: ClassVar[str] = "nifti"
     kind: ClassVar[str] = "NIfTI"
     package: ClassVar[str] = "nibabel"

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.data.bit_depth import depth_of, describe_depths
 from unfog.data.data_report import SkippedFile
 from unfog.data.scans.stack import ImageStack, check_shape
 from unfog.data.settings import Data
@@ -50,6 +51,8 @@ class ScanSource(Source):
     prefix: ClassVar[str]
     """Names the format in a SOURCE, such as dicom:FOLDER, where the names of the files do not."""
     kind: ClassVar[str]
+    mixes_scales: ClassVar[bool] = True
+    """True if values of different types are on different scales; False if files have slope and intercept."""
     package: ClassVar[str]
 
     def __init__(self, location: SourceLocation, options: OpenOptions) -> None:
@@ -100,6 +103,7 @@ class ScanSource(Source):
         """Open each file once, for the number of its images."""
         self._files, counts, done = list[str](), list[int](), 0
         self._kinds, notes, types = Counter[tuple[tuple[int, int, int], str]](), Counter[str](), set[np.dtype[Any]]()
+        depths = dict[str, list[str]]()
         for name in files:
             path = self.folder / name
             try:
@@ -115,6 +119,7 @@ class ScanSource(Source):
                 self._kinds[stack.shape, str(stack.dtype)] += stack.count
                 notes.update([stack.note] * bool(stack.note))
                 types.add(stack.dtype)
+                depths.setdefault(depth_of(stack.dtype), []).append(name)
                 stack.close()
             if options.progress is not None:
                 options.progress(done >> 20, 0)
@@ -128,6 +133,8 @@ class ScanSource(Source):
         self._types, self.found = types, self._describe()
         self.groups = self._files, np.repeat(np.arange(len(counts), dtype=np.int64), counts)
         self.reading_warnings = [f"{sanitize(self.name)}: {note}" for note, _ in notes.most_common(5)]
+        if self.mixes_scales and (line := describe_depths(self.name, depths)):
+            self.reading_warnings.append(line)
 
     def _no_images_error(self) -> RequestError:
         reasons = Counter(reason for _, reason in self.unreadable)

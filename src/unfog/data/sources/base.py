@@ -271,6 +271,9 @@ class Source(ABC):
     reading_warnings: Sequence[str] = ()
     """Lines on how the images were understood, where they could be meant otherwise."""
 
+    files_differ: bool = False
+    """True if each image is a local file of its own, which may hold values of another type than the others."""
+
     remote: bool = False
     """True if `read` waits for a network, so that more threads than cores read faster."""
 
