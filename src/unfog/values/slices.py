@@ -1,4 +1,4 @@
-"""How volumes are cut to images: along an axis, one slice each or with its neighbours as channels."""
+"""`Slices`, the cut of volumes to images along an axis, of one slice each or with its neighbours as channels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Slices(NamedTuple):
         """Parse a text such as "coronal" or "axial+1". RequestError if it is none."""
         match = _SLICES.fullmatch(text)
         found = cls(match[1], int(match[2] or 0)) if match else None
-        if found is None or found.together > MOST_CHANNELS:
+        if found is None or found.thickness > MOST_CHANNELS:
             raise RequestError(
                 f"data.slices = {text!r:.60} is not {', '.join(PLANES[:-1])} or {PLANES[-1]}; +N after it, as in "
                 f"axial+1, adds N slices on each side as channels, up to {MOST_CHANNELS} channels in all"
@@ -35,6 +35,6 @@ class Slices(NamedTuple):
         return found
 
     @property
-    def together(self) -> int:
+    def thickness(self) -> int:
         """The number of slices in an image."""
         return 2 * self.neighbours + 1

@@ -12,7 +12,7 @@ from unfog.data.containers.store_files import StoreFiles
 
 
 class ReadOnlyStore(Store):  # type: ignore[misc]
-    """Files by their keys. What is no file is an OSError, and so is a missing store.
+    """Files by their keys. A link, a folder or a missing store is an OSError.
 
     Args:
         files: the files.

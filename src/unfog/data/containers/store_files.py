@@ -14,7 +14,7 @@ from typing import BinaryIO, cast
 from unfog.data.sources.arrays import DAMAGE_ERRORS, file_digest
 from unfog.data.sources.folder import files_digest
 from unfog.errors import RequestError
-from unfog.files.safe_files import open_file
+from unfog.files.safe_files import open_file, regular_file
 from unfog.text import sanitize
 
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
@@ -97,7 +97,7 @@ class FolderFiles(StoreFiles):
 
 
 class ZipFiles(StoreFiles):
-    """The members of a zip archive, also of one that has all of them in one folder. It stays open.
+    """The members of a zip archive, also of one that has all of them in one folder. It is open as long as this object.
 
     RequestError if it is none, or damaged.
     """
@@ -106,8 +106,7 @@ class ZipFiles(StoreFiles):
         """Open an archive; `marks` are the names of files, one of which is in the first folder of a store."""
         self._path = path
         try:
-            self._file = open_file(path, "rb", path.parent, follow=True)
-            self._archive = zipfile.ZipFile(self._file)
+            self._archive = zipfile.ZipFile(regular_file(path, path.parent, follow=True))
             infos = self._archive.infolist()
         except (*DAMAGE_ERRORS, zipfile.BadZipFile) as error:
             raise RequestError(

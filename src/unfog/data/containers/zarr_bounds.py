@@ -27,32 +27,32 @@ def most_stored(chunk: Sequence[int], dtype: np.dtype[Any]) -> int:
     return _WIDER * math.prod(chunk) * dtype.itemsize + _HARMLESS
 
 
-def bounded(array: Array[Any]) -> Array[Any]:
+def with_bounds(array: Array[Any]) -> Array[Any]:
     """Return the array with codecs that raise ValueError in place of unpacking too much."""
     metadata: Any = array.metadata
     if metadata.zarr_format == 3:
-        metadata = replace(metadata, codecs=tuple(map(_bounded_codec, metadata.codecs)))
+        metadata = replace(metadata, codecs=tuple(map(_with_bound, metadata.codecs)))
     else:
         most = most_stored(metadata.chunks, np.dtype(array.dtype))
         compressor, filters = metadata.compressor, metadata.filters
         metadata = replace(
             metadata,
-            compressor=compressor and BoundedNumcodec(compressor, most),
-            filters=filters and tuple(BoundedNumcodec(one, most) for one in filters),
+            compressor=compressor and ChunkFilter(compressor, most),
+            filters=filters and tuple(ChunkFilter(one, most) for one in filters),
         )
     return Array(AsyncArray(metadata=metadata, store_path=array.store_path, config=array.async_array.config))
 
 
-def _bounded_codec(codec: Codec) -> Codec:
+def _with_bound(codec: Codec) -> Codec:
     if isinstance(codec, ShardingCodec):
-        return replace(codec, codecs=tuple(map(_bounded_codec, codec.codecs)))
-    return BoundedCodec(codec) if isinstance(codec, BytesBytesCodec) else codec
+        return replace(codec, codecs=tuple(map(_with_bound, codec.codecs)))
+    return ChunkCompressor(codec) if isinstance(codec, BytesBytesCodec) else codec
 
 
-class BoundedNumcodec:
+class ChunkFilter:
     """A codec of version 2 that unpacks at most so many bytes."""
 
-    codec_id = "bounded"
+    codec_id = "checked"
 
     def __init__(self, inner: Any, most: int) -> None:
         self._inner, self._most = inner, most
@@ -77,13 +77,13 @@ class BoundedNumcodec:
 
 
 @dataclass(frozen=True)
-class BoundedCodec(BytesBytesCodec):
+class ChunkCompressor(BytesBytesCodec):  # type: ignore[misc]
     """A codec of version 3 that unpacks at most what the shape of a chunk says."""
 
     inner: Any
     is_fixed_size = False
 
-    def evolve_from_array_spec(self, array_spec: Any) -> BoundedCodec:
+    def evolve_from_array_spec(self, array_spec: Any) -> ChunkCompressor:
         return replace(self, inner=self.inner.evolve_from_array_spec(array_spec))
 
     def resolve_metadata(self, chunk_spec: Any) -> Any:

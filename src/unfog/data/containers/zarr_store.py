@@ -85,10 +85,10 @@ def _open(
 ) -> StoredArray:
     zarr = _import_zarr()
     from unfog.data.containers.read_only_store import ReadOnlyStore
-    from unfog.data.containers.zarr_bounds import bounded, most_stored
+    from unfog.data.containers.zarr_bounds import most_stored, with_bounds
 
     store = ReadOnlyStore(files, _key(name, "zarr.json" if version == 3 else ".zarray"), _LARGEST_METADATA)
-    opened = bounded(zarr.open_array(store, path=name, mode="r", zarr_format=version))
+    opened = with_bounds(zarr.open_array(store, path=name, mode="r", zarr_format=version))
     shape, dtype = tuple(opened.shape), np.dtype(opened.dtype)
     parts = tuple(getattr(opened, "shards", None) or opened.chunks)  # each of which is a file
     if len(parts) != len(shape) or 0 in parts:

@@ -85,10 +85,10 @@ class NiftiStack(ImageStack):
         self._volumes_are_channels = axes != "auto" and sides[3] > 1
         channels = (self._colours or 1) * sides[4] * (sides[3] if self._volumes_are_channels else 1)
         width, height, depth = (sides[axis] for axis, _ in self._cut)
-        if depth < slices.together:
-            raise ImageError(f"a volume of {depth} slices, fewer than the {slices.together} of an image (data.slices)")
-        self._together, self._images = slices.together, depth - slices.together + 1  # of one volume
-        self.shape, self.dtype = (height, width, channels * slices.together), dtype
+        if depth < slices.thickness:
+            raise ImageError(f"a volume of {depth} slices, fewer than the {slices.thickness} of an image (data.slices)")
+        self._together, self._images = slices.thickness, depth - slices.thickness + 1  # of one volume
+        self.shape, self.dtype = (height, width, channels * slices.thickness), dtype
         check_shape(self.shape, dtype)
         self._check_size(stored)
         self.count = self._images * (1 if self._volumes_are_channels else sides[3])

@@ -74,7 +74,7 @@ def check_length(path: Path, needed: int) -> None:
 
 
 def unpack(path: Path) -> bytes:
-    """Return what a file of gzip unpacks to. ImageError if that is too much for the memory."""
+    """Return the unpacked content of a file of gzip. ImageError if that is too much for the memory."""
     with gzip.open(path) as file:
         content = file.read(MOST_UNPACKED + 1)
     if len(content) > MOST_UNPACKED:

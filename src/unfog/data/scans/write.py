@@ -40,7 +40,7 @@ def sample_format(source: str, slices: str = AXIAL) -> SampleFormat | None:
         case "nifti" if find_spec("nibabel"):
             cut = Slices.of(slices)
             first = _first_volume(place, cut.plane)
-            return SampleFormat(".nii.gz", lambda sample: _nifti(sample, first, cut.together))
+            return SampleFormat(".nii.gz", lambda sample: _nifti(sample, first, cut.thickness))
     return None
 
 
