@@ -131,7 +131,7 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
         told = "Given" if format.columns else "Class"
         view = run.config.view if measurement or not run.config.image_format.is_picture else None
         # Draws of a posterior are read back for their mean.
-        values = None if measurement or view is None else sample_format(run.config.source)
+        values = None if measurement or view is None else sample_format(run.config.source, run.config.data.slices)
         names = format.names(prepared.generation.given, request.n)
         folder = SampleFolder(out, digest, request.n, names, prepared.caption, told, view, values)
         for part in parts:

@@ -20,7 +20,7 @@ from unfog.data.columns.conditions import with_conditions
 from unfog.data.data_report import DataReport, SkippedFile
 from unfog.data.decode import Opener, parse_colour, upright_sides
 from unfog.data.decode_pool import DecodeStatistics, PixelFormat, Progress, decode_with_retries
-from unfog.data.full_depth.choice import Kept, choose_kept, keep_array
+from unfog.data.full_depth.choice import Kept, choose_kept, keep_array, mixed_depths_line
 from unfog.data.full_depth.ranges import check_range, find_ranges, spread
 from unfog.data.settings import Data, parse_condition
 from unfog.data.sources.base import ImageError, MissingImageError, Source, TransientImageError
@@ -140,7 +140,9 @@ class Scan:
         settings = replace(self.settings, dtype=kept.dtype, channels=kept.channels)
         if kept.dtype == "uint16" and not settings.range:
             settings = replace(settings, range=find_ranges(self.source, filler=settings.filler).setting[:2])
-        found = replace(self, size=self.size or _choose_size(self.source), channels=kept.channels, settings=settings)
+        warnings = (*self.warnings, *filter(None, [mixed_depths_line(self.source)]))
+        size = self.size or _choose_size(self.source)
+        found = replace(self, size=size, channels=kept.channels, settings=settings, warnings=warnings)
         return replace(found, channels_certain=True, ranges=Ranges())
 
     def as_rgb(self) -> Scan:

@@ -130,7 +130,10 @@ def _read_source(
     begun = lost if lost is not None else {} if config.fingerprint else None
     policy = RemotePolicy(bytes_of(config.data.cache_limit), config.data.failed_shards, begun)
     with Progress("indexing (MB)", None) as progress:
-        source = open_source(config.source, stop.watching(progress), policy, config.data.axes, bool(config.fingerprint))
+        data = config.data
+        source = open_source(
+            config.source, stop.watching(progress), policy, data.axes, bool(config.fingerprint), data.slices
+        )
     for column in source.columns.values():
         kind_of(column.kind, column.name)  # an unknown kind raises here, before anything is decoded
     source.outage.on_wait = OutageNotice(stop, source.outage.patience)

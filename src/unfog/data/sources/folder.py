@@ -53,6 +53,8 @@ class FolderSource(Source):
     below it has a suffix of images, or the folder cannot be read.
     """
 
+    files_differ = True
+
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
         self.resolved = str(folder.resolve())
