@@ -1,6 +1,6 @@
 """Networks whose outputs depend on all weights: fresh ones have many zeros, which hide exchanged weights.
 
-The check of exports in `unfog.inference.export_diffusers` has the same function. This copy does not change with it, so
+The check of exports in `unfog.inference.exports.diffusers` has the same function. This copy does not change with it, so
 that the tests find a mistake there.
 """
 

@@ -9,7 +9,7 @@ import pytest
 
 import unfog
 from conftest import NETWORK, TRANSFORMER, without_clock
-from unfog.inference.export_diffusers import export_difference
+from unfog.inference.exports.diffusers import export_difference
 from unfog.training.checkpoints import format as checkpoint
 
 pytestmark = pytest.mark.slow

@@ -30,8 +30,8 @@ from unfog.diffusion.target import V
 from unfog.errors import RequestError, RunError
 from unfog.export import graphs
 from unfog.inference import export as exporting
-from unfog.inference import export_description
-from unfog.inference import export_diffusers as exporting_diffusers
+from unfog.inference.exports import description as export_description
+from unfog.inference.exports import diffusers as exporting_diffusers
 from unfog.inference.run import Run
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder

@@ -18,7 +18,7 @@ from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.noise import NoiseSource
 from unfog.errors import RequestError
 from unfog.export.given_values import read
-from unfog.inference.export_conditions import describe_columns
+from unfog.inference.exports.conditions import describe_columns
 from unfog.pipeline.generate import GenerationSettings, conditional_denoiser
 from unfog.values.condition_format import ConditionFormat
 from unfog.values.condition_kinds import ColumnFacts

@@ -57,6 +57,7 @@ SUBFOLDERS = {
     "checks.images": {""},
     "checks.settings": {""},
     "models.foreign": {""},
+    "inference.exports": {""},
     "runs.weights": set(),
 }
 

@@ -25,7 +25,7 @@ from unfog.export.network_inputs import NamedInputs
 from unfog.export.source_code import code_files, usage
 from unfog.files.safe_files import copy_into, tensor_file, write_atomic
 from unfog.files.work_folder import whole_folder
-from unfog.inference.export_conditions import (
+from unfog.inference.exports.conditions import (
     check_conditions_map,
     condition_rows,
     example_code,
@@ -35,8 +35,8 @@ from unfog.inference.export_conditions import (
     source_of_network,
     with_named_inputs,
 )
-from unfog.inference.export_description import describe_denoiser, describe_model
-from unfog.inference.export_diffusers import draw_samples, plain_weights, save_weights, write_pipeline
+from unfog.inference.exports.description import describe_denoiser, describe_model
+from unfog.inference.exports.diffusers import draw_samples, plain_weights, save_weights, write_pipeline
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.model_card import GRID, CardSettings, model_card
 from unfog.models.autoencoder_settings import CONFIG, OURS

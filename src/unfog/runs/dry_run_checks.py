@@ -22,7 +22,7 @@ from torch import Tensor
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.errors import Interrupted, RequestError, install_command
-from unfog.inference.export_diffusers import export_difference
+from unfog.inference.exports.diffusers import export_difference
 from unfog.inference.run import Run
 from unfog.planning.disk import disk_space_needed
 from unfog.process.device import peak_bytes, resident_bytes

@@ -23,7 +23,7 @@ from unfog.diffusion.noise import EDM_LIMITS, VP, Cosine, Flow, FlowUniform, Lin
 from unfog.diffusion.sampler import RANDOM, Level, Sampler
 from unfog.diffusion.target import X0, Eps, V
 from unfog.errors import RequestError
-from unfog.inference.export_conditions import describe_columns, has_named_inputs
+from unfog.inference.exports.conditions import describe_columns, has_named_inputs
 from unfog.inference.loaded_run import LoadedRun
 from unfog.models.settings import UNet
 from unfog.settings import is_auto

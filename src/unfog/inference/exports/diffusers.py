@@ -23,13 +23,13 @@ from unfog.errors import RequestError
 from unfog.export.diffusers_unet import Network, sample_size
 from unfog.export.source_code import package_file, plain_source
 from unfog.files.safe_files import copy_into, write_atomic
-from unfog.inference.export_conditions import (
+from unfog.inference.exports.conditions import (
     example_given,
     has_named_inputs,
     source_of_network,
     with_named_inputs,
 )
-from unfog.inference.export_description import (
+from unfog.inference.exports.description import (
     check_sampler_maps,
     custom_scheduler,
     describe_network,

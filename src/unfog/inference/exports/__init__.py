@@ -1,0 +1,1 @@
+"""Exports: descriptions of models, conditions by name, and the folder that diffusers reads."""
