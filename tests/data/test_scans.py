@@ -456,7 +456,7 @@ def test_the_commands_of_the_page_run(monkeypatch: pytest.MonkeyPatch, tmp_path:
     tifffile.imwrite(tmp_path / "cells" / "a.ome.tif", PAGES[:, :, :2], metadata={"axes": "TZCYX"})
     page = (Path(unfog.__file__).parents[2] / "docs" / "microscopy-and-medical.md").read_text()
     lines = [shlex.split(line, comments=True)[1:] for line in commands(page)]
-    assert len(lines) == 13
+    assert len(lines) == 15
     tiny = ["--network", TRANSFORMER, "--size", 12, "--steps", 1, "--batch", 4, "--device", "cpu"]
     for i, (verb, place, *rest) in enumerate(lines):
         if verb == "train":

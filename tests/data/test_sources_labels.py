@@ -250,7 +250,10 @@ def test_very_many_rows_without_images_are_not_all_named(photos: Path, tmp_path:
             "file,label\na.png,cat\n",
             r"no row of .*names an image of .*: rows are such as 'a.png', images such as '0.png'",
         ),
-        ("file,caption\n0.png,a cat\n", r"no column of labels, only file, caption; call one label \(or class"),
+        (
+            "file,caption\n0.png,a cat\n",
+            r"no column of labels, only file, caption; --condition caption learns its captions; or call one label \(or class",
+        ),
         ("where,label\n0.png,cat\n", r"no column of file names, only where, label; call one file_name"),
         ("file,label\n0.png,cat\n0.png,dog\n", r"calls 0.png both cat and dog; keep one row"),
         ("", "has no rows"),

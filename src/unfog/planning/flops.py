@@ -119,7 +119,7 @@ class NetworkCost(NamedTuple):
 
     @classmethod
     def of(
-        cls, build: Callable[[], nn.Module], shape: tuple[int, int, int], conditions: ConditionFormat
+        cls, build: Callable[[], nn.Module], shape: tuple[int, int, int], conditions: ConditionFormat | None = None
     ) -> NetworkCost:
         """Count the operations for one image [C, H, W] of the network that `build` makes, on fake tensors."""
         batch = 2  # not 1, for which PyTorch takes other kernels here and there
@@ -127,7 +127,7 @@ class NetworkCost(NamedTuple):
         try:
             with FakeTensorMode():
                 network, count = build(), _OperationCounter()
-                inputs = torch.zeros(batch, *shape), torch.zeros(batch), _costly(conditions, batch)
+                inputs = torch.zeros(batch, *shape), torch.zeros(batch), *_costly(conditions, batch)
                 with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as flops:
                     y: Tensor = network(*inputs)
                     forward = flops.get_total_flops()
@@ -140,9 +140,11 @@ class NetworkCost(NamedTuple):
         return cls(forward / batch, both / batch, count.operations)
 
 
-def _costly(conditions: ConditionFormat, batch: int) -> Conditions | None:
-    """Return the texts of a batch, as no other condition takes time worth counting. None without texts."""
-    return Conditions(tokens=conditions.blank(batch).tokens) if conditions.text else None
+def _costly(conditions: ConditionFormat | None, batch: int) -> tuple[Conditions, ...]:
+    """Return the texts of a batch, as no other condition takes time worth counting; () without texts."""
+    if conditions is None or conditions.text is None:
+        return ()
+    return (Conditions(tokens=conditions.blank(batch).tokens),)
 
 
 class TimeRange(NamedTuple):
