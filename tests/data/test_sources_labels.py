@@ -252,7 +252,7 @@ def test_very_many_rows_without_images_are_not_all_named(photos: Path, tmp_path:
         ),
         (
             "file,caption\n0.png,a cat\n",
-            r"no column of labels, only file, caption; --condition caption learns its captions; or call one label \(or class",
+            r"no column of labels, only file, caption; --condition caption learns its captions; or call one label",
         ),
         ("where,label\n0.png,cat\n", r"no column of file names, only where, label; call one file_name"),
         ("file,label\n0.png,cat\n0.png,dog\n", r"calls 0.png both cat and dog; keep one row"),
