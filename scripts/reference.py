@@ -50,7 +50,7 @@ def settings_page() -> str:
         'such as `--optimizer.lr` is `lr` below `[optimizer]` in a file of settings, and `optimizer={"lr": …}` or, '
         "with a short flag, `lr=…` in Python.",
     )
-    for section, members in _sections(describe(Config)):
+    for section, members in _grouped(describe(Config), lambda each: ".".join(each.path[:-1])):
         lines += [f"## {section or 'Above all sections'}", ""]
         for each in members:
             lines += [f"### {each.setting}", "", _escape(each.text), ""]
@@ -91,12 +91,13 @@ def commands_page() -> str:
     lines = _head("Commands", "`unfog COMMAND --help` prints what people change, `--help-all` every setting.")
     lines += ["```", *USAGE.strip().splitlines(), "```", ""]
     for command, kind in REQUESTS.items():
-        own = [each for each in listed_settings(command, kind) if each.path[0] != "settings"]
+        listed = listed_settings(command, kind)
+        own = [each for each in listed if each.path[0] != "settings"]
         words = " ".join(each.metavar for each in own if each.positional)
         lines += [f"## unfog {command}", "", f"`unfog {command} {words}`".replace(" `", "`"), "", *_docstring(kind), ""]
         rows = [(_flag(each), each.default(), each.text) for each in own]
         lines += _table(("option", "default", "meaning"), rows) if rows else []
-        if len(own) < len(listed_settings(command, kind)):
+        if len(own) < len(listed):
             lines += ["It also takes the [settings](settings.md) of a run.", ""]
     return _page(lines)
 
@@ -181,10 +182,6 @@ def _other_names() -> dict[str, list[str]]:
         for setting in advice.settings:
             names.setdefault(setting, []).append(word)
     return names
-
-
-def _sections(settings: Iterable[Description]) -> Iterator[tuple[str, list[Description]]]:
-    return _grouped(list(settings), lambda each: ".".join(each.path[:-1]))
 
 
 def _grouped(each: Iterable[Any], key: Callable[[Any], str]) -> Iterator[tuple[str, list[Any]]]:

@@ -292,7 +292,7 @@ TABLE = [
     ("sample run --guidance-scale 2", "did you mean --guidance?"),
     ("train fashion --every 8", "--log.every or --preview.every"),
     ("train fashion --sampler dim", "did you mean ddim"),
-    ("train fashion --strip", "unfog sample RUN --strip draws"),
+    ("train fashion --strip", "--strip is not a flag of unfog train, but of unfog sample"),
     ("sample run --lr 1", "not a flag of unfog sample, but of unfog train, unfog resume, unfog train-autoencoder"),
     ("report run --lr 1", "not a flag of unfog report"),
     ("train fashion --zzz", "see unfog train --help"),

@@ -211,12 +211,12 @@ def _unknown_flag(spelled: str, flags: Mapping[str, _Flag], prog: str, others: M
         path = usual.split(".")
         same = [name for name, flag in flags.items() if [*flag.path][-len(path) :] == path and name.startswith("--")]
         meant = meant or sorted(same, key=len)[:1]
-    # As in another trainer the word may be of something that no flag here is called alike.
-    if not meant and "--lr" in flags and (advice := advice_on(spelled)) is not None:
+    owners = [command for command, kind in others.items() if named in flags_of(kind)]
+    # As in another trainer the word may be of something that no flag is called alike, of any command.
+    if not (meant or owners) and "--lr" in flags and (advice := advice_on(spelled)) is not None:
         return f"{quote(spelled)[1:-1]} is not a flag of {prog}; {advice.text}"
     meant = meant or [flag for flag in flags if flag.startswith(f"{named}.") and ".no-" not in flag]
     meant = meant or [flag for flag in flags if last and flag.rpartition(".")[2] == last]
-    owners = [command for command, kind in others.items() if named in flags_of(kind)]
     theirs = f", but of {' and '.join(filter(None, [', '.join(owners[:-1]), *owners[-1:]]))}" if owners else ""
     # A flag of another command is meant as it is, unless one here is spelled nearly the same.
     meant = meant or difflib.get_close_matches(named[:40], flags, n=1, cutoff=0.9 if theirs else 0.7)

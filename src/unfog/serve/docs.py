@@ -13,6 +13,7 @@ import unfog
 from unfog.config.requests.explain import DocsRequest
 from unfog.errors import RequestError
 from unfog.reporting.progress import print_result, say
+from unfog.text import manual
 
 
 class _Handler(SimpleHTTPRequestHandler):
@@ -26,8 +27,7 @@ def main(request: DocsRequest) -> int:
     """Serve the pages until Ctrl-C, and return the exit status."""
     site = Path(unfog.__file__).parent / "site"
     if not (site / "index.html").is_file():
-        folder = next(root / "docs" for root in (site.parent, site.parents[2]) if (root / "docs").is_dir())
-        raise RequestError(f"the site is not built here; run `make docs` in the checkout, or read {folder}")
+        raise RequestError(f"the site is not built here; run `make docs`, or read {manual('docs/guide.md')}")
     path = _path(site, request.page)
     try:
         server = ThreadingHTTPServer(("127.0.0.1", request.port), partial(_Handler, directory=str(site)))
