@@ -3,46 +3,15 @@
 from pathlib import Path
 
 import numpy as np
-import torch
 from PIL import Image
 
 from unfog.data.sources.base import Source
-from unfog.values import condition_kinds
 from unfog.values.columns import Column
 from unfog.values.condition_format import ConditionFormat
-from unfog.values.condition_kinds import ColumnFacts, ConditionKind
+from unfog.values.condition_kinds import ColumnFacts
 
 VOCABULARY, LENGTH = 256, 6
 COLOURS = {"r": (255, 0, 0), "g": (0, 255, 0), "b": (0, 0, 255), "y": (255, 255, 0)}
-
-
-class _TextKind(ConditionKind):
-    name, field = "text", "tokens"
-
-    def facts(self, column):
-        return ColumnFacts(column.name, column.kind, statistics=(float(VOCABULARY), float(column.values.shape[1])))
-
-    def inputs(self, facts):
-        return 0
-
-    def width(self, facts):
-        return int(facts.statistics[1])
-
-    def tensor(self, columns):
-        return torch.from_numpy(np.asarray(columns[0], np.int64))
-
-    def parse(self, facts, word):
-        return tuple(tokens_of(word, self.width(facts)))
-
-    def usual(self, facts):
-        return ((-1,) * self.width(facts),)
-
-    def show(self, facts, value):
-        return bytes(each for each in value if each >= 0).decode()
-
-
-if "text" not in condition_kinds.KINDS:
-    condition_kinds.KINDS["text"] = _TextKind()
 
 
 def format_of_texts(length: int = LENGTH, layers: int = 2, width: int = 32, **others) -> ConditionFormat:

@@ -140,6 +140,48 @@ class Age(Net):
         return super().forward(x, noise) + 0 * age.mean()
 
 
+class Only(Net):
+    """A network whose conditions are keywords alone."""
+
+    def forward(self, x, noise, *, age):
+        return super().forward(x, noise) * (1 + torch.nan_to_num(age))[:, None, None, None]
+
+
+class Every(Net):
+    def forward(self, x, noise, **columns):
+        return super().forward(x, noise) * (1 + torch.nan_to_num(columns["age"]))[:, None, None, None]
+
+
+MODULE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, channels, out_channels, **others):
+        super().__init__()
+        self.layer = nn.Conv2d(channels, out_channels, 3, padding=1)
+
+    def forward(self, x, noise, age):
+        return self.layer(x) * (1 + torch.nan_to_num(age))[:, None, None, None]
+"""
+
+
+@pytest.mark.slow
+def test_conditions_are_planned_for_and_passed_as_keywords_to_objects_and_classes(tmp_path, monkeypatch):
+    conditions, settings = {"age": range(12)}, SETTINGS | {"steps": 1}
+    for kind in (Only, Every):
+        unfog.train(IMAGES, out=tmp_path / kind.__name__, conditions=conditions, network=kind(), **settings)
+        planned = unfog.plan(IMAGES, conditions=conditions, network=kind(), **settings)
+        assert planned.work.training > planned.work.forward > 0
+    (tmp_path / "named_columns.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    named = settings | {"network": "custom:path=named_columns.Net"}
+    unfog.train(IMAGES, out=tmp_path / "custom", conditions=conditions, **named)
+    both = {"label": [0.5 * i for i in range(12)]}
+    with pytest.raises(RequestError, match="a column is called label"):
+        unfog.train(IMAGES, out=tmp_path / "twice", conditions=both, labels=[0, 1] * 6, network=Every(), **settings)
+
+
 @pytest.mark.slow
 def test_a_network_that_lets_unknown_values_through_is_refused_before_training(tmp_path):
     with pytest.raises(RequestError, match="not finite"):

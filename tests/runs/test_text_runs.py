@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import unfog
-from text_columns import Squares, tokens_of
+from text_columns import Squares, format_of_texts, tokens_of
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml
 from unfog.data.sources import registry
@@ -17,13 +17,12 @@ from unfog.pipeline.build import build_network
 from unfog.planning.flops import NetworkCost
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.microbatch import memory_upper_bound
-from unfog.values.condition_kinds import ColumnFacts
 from unfog.values.conditions import Conditions
 
 NEVER = {"every": -1}
 UNET = "unet:channels=8/16,norm_groups=4,attention=0/0,mid_attention=false,head_channels=8"
 TINY = {"size": 8, "network": UNET, "batch": 4, "device": "cpu", "preview": NEVER, "evaluate": NEVER}
-FACTS = ColumnFacts("text", "text", statistics=(256.0, 6.0))
+FACTS = format_of_texts().text
 
 
 @pytest.fixture

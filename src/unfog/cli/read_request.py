@@ -20,13 +20,13 @@ from unfog.config.requests.completion import CompletionRequest
 from unfog.config.requests.doctor import DoctorRequest
 from unfog.config.requests.ema_sweep import EmaSweepRequest
 from unfog.config.requests.evaluate import EvaluateRequest
-from unfog.config.requests.explain import DocsRequest, ExplainRequest
+from unfog.config.requests.explain import ExplainRequest
 from unfog.config.requests.export import ExportRequest
 from unfog.config.requests.find_lr import FindLrRequest
 from unfog.config.requests.init import InitRequest
 from unfog.config.requests.pack import PackRequest
 from unfog.config.requests.plan import PlanRequest
-from unfog.config.requests.runs import ReportRequest, RunsRequest, ServeRequest, WatchRequest
+from unfog.config.requests.runs import DocsRequest, ReportRequest, RunsRequest, ServeRequest, WatchRequest
 from unfog.config.requests.sample import SampleRequest, is_model
 from unfog.config.requests.train import ResumeRequest, TrainAutoencoderRequest, TrainRequest
 from unfog.config.requests.tune import TuneRequest

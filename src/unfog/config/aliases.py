@@ -118,7 +118,7 @@ _DROPOUT = Advice(
 )
 _FIND_LR = Advice("unfog find-lr SOURCE finds a rate on a throwaway copy, and draws the curve", ("optimizer.lr",))
 _LR_SCALING = Advice(
-    "the automatic learning rate is as the square root of the batch; a linear rule suits SGD",
+    "the automatic learning rate grows with the square root of the batch; a linear rule suits SGD",
     ("optimizer.lr", "training.batch"),
 )
 _POOR = Advice("unfog doctor RUN finds the cause by its symptom; unfog docs fix-it lists symptoms and remedies")
@@ -127,7 +127,7 @@ _BY_LEVEL = Advice(
 )
 _STRIP = Advice("unfog sample RUN --strip draws the denoising of one image; previews keep one in RUN/denoising")
 _MEMORY = Advice(
-    "unfog plan SOURCE predicts it part by part; a batch that does not fit is split by itself",
+    "unfog plan SOURCE predicts the memory, part by part; a batch that does not fit is split automatically",
     ("training.microbatch", "training.checkpointing"),
 )
 _DURATION = Advice(
@@ -143,7 +143,7 @@ _LOADER = Advice(
     ("data.cache",),
 )
 _SCALING = Advice(
-    "images are mapped to [-1, 1] by themselves; --data.range gives the range of other values", ("data.range",)
+    "images are mapped to [-1, 1] automatically; --data.range gives the range of other values", ("data.range",)
 )
 _OVERFITTING = Advice(
     "the held-out loss shows it, and unfog doctor RUN reports it; give --augment 0.15, or unfog sample RUN --best",

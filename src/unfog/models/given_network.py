@@ -103,8 +103,8 @@ class GivenNetwork(CustomNetwork):
         conditions = format.blank(2).dropped(torch.tensor([False, True]))
         said = f"x {[2, *shape]}, noise [2] and " + (f"label [0, {classes}]" if classes else "label None")
         if format.columns:
-            told = ", ".join(one.name for one in format.facts)
-            said = f"x {[2, *shape]}, noise [2] and {told}, hidden of the second image"
+            told = ", ".join([*["label"] * bool(classes), *(one.name for one in format.columns)])
+            said = f"x {[2, *shape]}, noise [2] and {told}, hidden for the second image"
         network.eval()  # or layers such as BatchNorm would learn from these images
         try:
             with torch.enable_grad():
@@ -183,8 +183,10 @@ def _check(network: Any) -> None:
             "network.float(), and precision='bf16' to compute in less"
         )
     signature = inspect.signature(network.forward)
-    named = [one.name for one in signature.parameters.values() if one.default is one.empty][2:]
-    if len(named) < 2:  # else parameters named as columns of the images, which `take_conditions` checks
+    others = list(signature.parameters.values())[2:]
+    by_name = any(one.kind in (one.KEYWORD_ONLY, one.VAR_KEYWORD) for one in others)
+    # Parameters named as columns of the images are checked by `take_conditions`.
+    if not by_name and sum(one.default is one.empty for one in others) < 2:
         try:
             signature.bind(None, None, None)
         except TypeError as error:

@@ -195,6 +195,7 @@ class CustomNetwork(CustomPart, NetworkSettings):
             RequestError: it fails for an image of this shape (C, H, W), or its output has another shape.
         """
         import torch
+        from torch._subclasses.fake_tensor import FakeTensor
 
         expected, conditions = (1, out_channels, *shape[1:]), format.blank(1)
         try:
@@ -207,7 +208,7 @@ class CustomNetwork(CustomPart, NetworkSettings):
             raise RequestError(f"{self.path} fails for an image of shape {shape}: {error}{remedy}") from error
         if found != expected:
             raise RequestError(f"{self.path} returns shape {found}, but must return {expected}")
-        if format.columns and not bool(hidden.isfinite().all()):
+        if format.columns and not isinstance(hidden, FakeTensor) and not bool(hidden.isfinite().all()):
             raise RequestError(
                 f"{self.path} returns values that are not finite for an image whose conditions are hidden: numbers are "
                 "NaN there; replace them: torch.nan_to_num(age)"
@@ -306,6 +307,10 @@ def _accepted_names(kind: str, parameters: Sequence[inspect.Parameter], format: 
     given = [*columns, *["label"] * bool(format.classes), *["augment"] * bool(format.augment_inputs)]
     given += ["known"] * bool(format.mask_channels)
     remedy = "or name its third parameter `conditions`, and read them from it"
+    if twice := [name for name in columns if given.count(name) > 1]:
+        raise RequestError(
+            f"a column is called {twice[0]}, as another input of {kind}.forward is: give it another name, {remedy}"
+        )
     if missing := [name for name in given if name not in named and not (every and name in columns)]:
         has = ", ".join(missing)
         if missing == ["known"]:

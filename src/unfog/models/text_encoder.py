@@ -95,7 +95,7 @@ class TextEncoder(nn.Module):
         table: Callable[[int, int], nn.Module] = nn.Embedding,
     ):
         super().__init__()
-        self.vocabulary, self.length, self.width = vocabulary, length, width
+        self.vocabulary, self.length = vocabulary, length
         self.words = table(vocabulary + 1, width)  # the last row is the start
         self.places = table(length + 1, width)
         self.layers = nn.ModuleList([_Layer(width, linear) for _ in range(layers)])
@@ -113,7 +113,7 @@ class TextEncoder(nn.Module):
 
 
 def text_heads(channels: int, head_channels: int) -> int:
-    """Return the number of heads of `CrossAttention`."""
+    """Return a number of heads that divides the channels: of about head_channels each, or one if that is 0."""
     return math.gcd(channels, channels // min(channels, head_channels or channels))
 
 

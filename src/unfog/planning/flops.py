@@ -127,7 +127,7 @@ class NetworkCost(NamedTuple):
         try:
             with FakeTensorMode():
                 network, count = build(), _OperationCounter()
-                inputs = torch.zeros(batch, *shape), torch.zeros(batch), *_costly(conditions, batch)
+                inputs = torch.zeros(batch, *shape), torch.zeros(batch), *_blank_conditions(conditions, batch)
                 with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as flops:
                     y: Tensor = network(*inputs)
                     forward = flops.get_total_flops()
@@ -140,11 +140,11 @@ class NetworkCost(NamedTuple):
         return cls(forward / batch, both / batch, count.operations)
 
 
-def _costly(conditions: ConditionFormat | None, batch: int) -> tuple[Conditions, ...]:
-    """Return the texts of a batch, as no other condition takes time worth counting; () without texts."""
-    if conditions is None or conditions.text is None:
+def _blank_conditions(conditions: ConditionFormat | None, batch: int) -> tuple[Conditions, ...]:
+    """Return the conditions of a batch; () if the network has neither columns nor a mask and is called without them."""
+    if conditions is None or not (conditions.columns or conditions.mask_channels):
         return ()
-    return (Conditions(tokens=conditions.blank(batch).tokens),)
+    return (conditions.blank(batch),)
 
 
 class TimeRange(NamedTuple):

@@ -168,16 +168,15 @@ def _usual_drawing(config: Config, steps: int) -> GenerationSettings:
     return replace(drawing, guidance=2.0) if has_guide else drawing  # of any scale, as only 1 turns guidance off
 
 
-@torch.inference_mode()
 def seconds_per_call(config: Config, device: torch.device, precision: SamplingPrecision = AUTO) -> float:
     """Return the median wall time of a forward pass of one micro-batch, as samples are drawn in a precision."""
-    network = build_network(config).to(device).eval()
+    network = build_network(config).to(device).eval()  # outside of inference mode, as it may be tried with gradients
     dtype = DTYPES.get(drawing_precision(precision, device, config.training.precision))
     denoise, count = Denoiser(network, config.diffusion, dtype=dtype), microbatch_size(config.training)
     x, logsnr = torch.zeros(count, *config.input_shape, device=device), torch.zeros(count, device=device)
     conditions = config.conditions.blank(count).to(device)
     spent = []
-    with Progress("measuring a call of the network", 4) as progress:
+    with torch.inference_mode(), Progress("measuring a call of the network", 4) as progress:
         for done in range(4):
             started = time.perf_counter()
             denoise(x, logsnr, conditions).sum().item()  # waits for the device, which works asynchronously

@@ -10,7 +10,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import unfog
-from unfog.config.requests.explain import DocsRequest
+from unfog.config.requests.runs import DocsRequest
 from unfog.errors import RequestError
 from unfog.reporting.progress import print_result, say
 from unfog.text import manual

@@ -95,7 +95,7 @@ class ConditionFormat:
     @property
     def inputs(self) -> int:
         """Upper bound of the rows of all layers that embed conditions, the null class and the mask among them."""
-        return 1 + AUGMENT_INPUTS + 9 * self.mask_channels + sum(kind_of(one.kind).inputs(one) for one in self.facts)
+        return 1 + AUGMENT_INPUTS + 9 * self.mask_channels + sum(one.inputs for one in self.facts)
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -119,10 +119,11 @@ class ConditionFormat:
         See `ConditionKind.argument`. An absent condition is None.
         """
         found: dict[str, Tensor | None] = {}
-        for one, (name, start, stop) in zip(self.facts, self.spans):
+        places = self.places
+        for one in self.columns:
+            name, start, stop = places[one.name]
             values = getattr(told, name)
-            if one.name != CLASS:
-                found[one.name] = None if values is None else kind_of(one.kind).argument(one, values[:, start:stop])
+            found[one.name] = None if values is None else kind_of(one.kind).argument(one, values[:, start:stop])
         return found
 
     def concerns(self, given: Given) -> list[str]:
@@ -217,7 +218,7 @@ class ConditionFormat:
             if name in given:
                 raise RequestError(f"given {name!r} comes twice; separate its values by commas: {name}=VALUE,VALUE")
             # A comma may be part of the name of a category, and of a caption.
-            whole = name in known and (known[name].kind == TEXT or known[name].has(text))
+            whole = name in known and kind_of(known[name].kind).is_one_value(known[name], text)
             given[name] = [text] if whole else text.split(",")
         return given
 

@@ -64,11 +64,6 @@ class ColumnFacts:
         """All but the values of the statistics: equal for one column of two sets of images."""
         return self.name, self.kind, self.categories, len(self.statistics)
 
-    def has(self, text: str) -> bool:
-        """Return True if a text is one value of the column, made of names of its categories."""
-        names = split_several(text) if self.kind == SeveralKind.name else [text]
-        return bool(names) and all(name in self.categories for name in names)
-
     @property
     def inputs(self) -> int:
         """Number of inputs of the layer that embeds the column: see `ConditionKind.inputs`."""
@@ -105,7 +100,11 @@ class ConditionKind:
 
     def summary(self, facts: ColumnFacts) -> str:
         """Describe the categories for people, in a few words."""
-        return f"{', '.join(facts.categories[:SHOWN])}{', ...' * (len(facts.categories) > SHOWN)}"
+        return some(facts.categories)
+
+    def is_one_value(self, facts: ColumnFacts, text: str) -> bool:
+        """Return whether a text of a command line is one value of the column, even if it has commas."""
+        return text in facts.categories
 
     def evidence(self, facts: ColumnFacts) -> str:
         """Describe the values for people, such as "20 to 89"."""
@@ -284,6 +283,10 @@ class SeveralKind(_CategoriesKind):
     name = "several"
     field = "several"
 
+    def is_one_value(self, facts: ColumnFacts, text: str) -> bool:
+        names = split_several(text)
+        return bool(names) and all(name in facts.categories for name in names)
+
     def width(self, facts: ColumnFacts) -> int:
         return len(facts.categories)
 
@@ -393,12 +396,11 @@ class TextKind(ConditionKind):
             vocabulary, length = map(int, facts.statistics)
             whole = all(each == int(each) for each in facts.statistics) and 1 <= length <= LONGEST_TEXT
             right = whole and vocabulary == tokenizer_of(facts.categories).vocabulary <= MOST_TOKENS
-        if right:
-            return
-        raise RequestError(
-            f"column {facts.name!r} of kind text needs the merges of its tokens, their number and 1 to {LONGEST_TEXT} "
-            "tokens a caption; start a new run, which finds them"
-        )
+        if not right:
+            raise RequestError(
+                f"column {facts.name!r} of kind text needs the merges of its tokens, their number and 1 to "
+                f"{LONGEST_TEXT} tokens a caption; start a new run, which finds them"
+            )
 
     def facts(self, column: Column) -> ColumnFacts:
         sizes = tokenizer_of(column.categories).vocabulary, column.values.shape[-1]
@@ -406,6 +408,9 @@ class TextKind(ConditionKind):
 
     def inputs(self, facts: ColumnFacts) -> int:
         return 0  # a text has layers of its own
+
+    def is_one_value(self, facts: ColumnFacts, text: str) -> bool:
+        return True
 
     def summary(self, facts: ColumnFacts) -> str:
         digest = hashlib.sha256("\n".join(facts.categories).encode()).hexdigest()
@@ -422,8 +427,10 @@ class TextKind(ConditionKind):
     def pick(self, values: NDArray[Any], turn: NDArray[np.int64] | None) -> NDArray[Any]:
         import numpy as np
 
-        if values.ndim == 2 or turn is None:
-            return values if values.ndim == 2 else values[:, 0]
+        if values.ndim == 2:
+            return values
+        if turn is None:
+            return values[:, 0]
         count = (values[:, :, 0] >= 0).sum(1)
         return np.asarray(values[np.arange(len(values)), turn % np.maximum(count, 1)])
 

@@ -12,11 +12,11 @@ from unfog.settings import argument, is_auto, setting
 from unfog.training.settings import Evaluate, SamplingPrecision, split_names
 from unfog.values.image_format import Size
 
-# Metrics of the held-out images, which need no samples.
-LOSSES = ("held_out", "bits", "worth")
-
 # Metrics of runs with conditions: whether samples have what was asked, and what each condition is worth.
 OBEYS, WORTH = Evaluate.OBEYS, "worth"
+
+# Metrics of the held-out images, which need no samples.
+LOSSES = ("held_out", "bits", WORTH)
 
 # Metrics of images with any channels and values.
 VALUES = Evaluate.VALUES

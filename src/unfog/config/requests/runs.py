@@ -68,8 +68,7 @@ class ServeRequest:
     """Open the page in the browser."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise RequestError(f"port = {self.port} must be from 0 to 65535")
+        _check_port(self.port)
 
 
 @dataclass(frozen=True)
@@ -78,3 +77,29 @@ class ReportRequest:
 
     run: Path = field(metadata=argument("RUN"))
     """Folder of the run."""
+
+
+@dataclass(frozen=True)
+class DocsRequest:
+    """Show the documentation of this version in the browser.
+
+      unfog docs               the first page
+      unfog docs conditions    a page
+
+    It is served on this machine alone and needs no network. Ctrl-C ends it.
+    """
+
+    page: str = field(default="", metadata=argument("PAGE"))
+    """Page to open, such as sampling or reference/settings."""
+    port: int = 0
+    """Port of the server on this machine. 0: any that is free."""
+    browser: bool = True
+    """Open the page in the browser. The address is printed in any case."""
+
+    def __post_init__(self) -> None:
+        _check_port(self.port)
+
+
+def _check_port(port: int) -> None:
+    if not 0 <= port <= 65535:
+        raise RequestError(f"port = {port} must be from 0 to 65535")
