@@ -56,7 +56,7 @@ def _check_words(captions: Sequence[str]) -> Finding:
     common, times = counts.most_common(1)[0] if counts else ("", 0)
     lengths = np.array([len(_WORD.findall(text)) for text in captions] or [0])
     evidence = (
-        f"{len(captions):,} captions, {len(counts):,} different, of {np.median(lengths):.0f} words in the middle; "
+        f"{len(captions):,} captions, {len(counts):,} different, with a median of {np.median(lengths):.0f} words; "
         f"{format_share(len(once), len(words))} words occur in one caption"
     )
     shown = ", ".join(map(sanitize, once[:_SHOWN])) + ", …" * (len(once) > _SHOWN)

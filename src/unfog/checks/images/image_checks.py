@@ -63,24 +63,22 @@ def quick_check_images(prepared: Dataset, config: Config) -> list[Finding]:
 
 def _run_checks(scan: ImageScan, config: Config, progress: Progress | None = None) -> list[Finding]:
     format = scan.prepared.settings.image_format
+    train, held_out = scan.prepared.train, scan.prepared.held_out
+    common = [
+        *dataset_checks.check_dataset(scan, config),
+        *check_captions(train, held_out, config.data.flip),
+        *check_conditions(train, held_out),
+    ]
     if not format.is_picture:
         said = f"brightness, colours and duplicates are checked of pictures of 8 bits, and these are {format}"
         return [
-            *dataset_checks.check_dataset(scan, config),
-            *check_captions(scan.prepared.train, scan.prepared.held_out, config.data.flip),
-            *check_conditions(scan.prepared.train, scan.prepared.held_out),
+            *common,
             _check_all_equal(scan),
             Finding("data.range", "fine", said),
             *([_check_unknown(scan.prepared.settings)] if scan.prepared.settings.has_unknown else []),
         ]
     equal, value_range = _check_all_equal(scan), _check_value_range(scan)
-    found = [
-        *dataset_checks.check_dataset(scan, config),
-        *check_captions(scan.prepared.train, scan.prepared.held_out, config.data.flip),
-        *check_conditions(scan.prepared.train, scan.prepared.held_out),
-        equal,
-        value_range,
-    ]
+    found = [*common, equal, value_range]
     # Of images that are black or all the same, the other statistics would only repeat that.
     if equal.severity != "fatal" and value_range.severity == "fine":
         found += [_check_blank(scan), _check_exposure(scan), *_check_grey(scan)]

@@ -73,14 +73,15 @@ def caption_column(
     """
     findings = _Findings()
     texts = [_captions(cell, image, findings) for cell, image in zip(cells, names)]
-    learned = [text for i in training().tolist() for text in texts[i]]
+    rows = training().tolist()
+    learned = [text for i in rows for text in texts[i]]
     if len({*learned}) < 2:
         why = "is one text for all images" if learned else "is empty for all images"
         raise RequestError(f"the column {sanitize(name)} {why}: it cannot be a condition; leave it out")
     merges = learn_merges(learned[:: -(-len(learned) // _LEARNED)])
     tokenizer = Tokenizer(merges)
     tokens = [[np.array(tokenizer.encode(text), np.int16) for text in each] for each in texts]
-    length = _length(np.array([len(tokenizer.encode(text)) for text in learned]))
+    length = _length(np.array([len(each) for i in rows for each in tokens[i]]))
     values = np.full((len(texts), max(map(len, tokens)), length), -1, np.int16)
     for i, several in enumerate(tokens):
         for k, each in enumerate(several):
@@ -121,7 +122,14 @@ def has_caption_files(source: Source) -> bool:
     if source.remote or 2 * source.ignored.get(SUFFIX, 0) < count:
         return False
     some = range(0, count, max(1, count // 8))
-    return 2 * sum(source.read_beside(i, SUFFIX, 1) is not None for i in some) > len(some)
+    return 2 * sum(_is_beside(source, i) for i in some) > len(some)
+
+
+def _is_beside(source: Source, i: int) -> bool:
+    try:
+        return source.read_beside(i, SUFFIX, 1) is not None
+    except (OSError, ImageError):
+        return True  # there is one, which cannot be read
 
 
 def _captions(cell: Any, image: str, findings: _Findings) -> list[str]:
@@ -131,7 +139,9 @@ def _captions(cell: Any, image: str, findings: _Findings) -> list[str]:
     else:
         value = cell_value(cell)
         value = value if isinstance(value, tuple) else (value,)
-    written = [str(int(each) if isinstance(each, float) and each.is_integer() else each) for each in value if each]
+    written = [
+        str(int(each) if isinstance(each, float) and each.is_integer() else each) for each in value if each is not None
+    ]
     if any("\0" in text for text in written):
         findings.add("with NUL bytes, which are spaces", image)
     if len(texts := [text for text in written if normalize_caption(text)]) > MOST_CAPTIONS:

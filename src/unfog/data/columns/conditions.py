@@ -73,7 +73,10 @@ def _cells(source: Source, place: str, names: Sequence[str], warn: Callable[[str
 
     RequestError if a column is nowhere, or the table does not fit the images.
     """
-    found: dict[str, Sequence[Any]] = {} if place or not names else dict(source.values_of(names))
+    # Members of shards are values of the name of their suffix, asked for at once, as shards are read for them.
+    beside = ["txt"] * (not place and "txt" not in names and any(name in TEXT_NAMES for name in names))
+    found: dict[str, Sequence[Any]] = {} if place or not names else dict(source.values_of([*names, *beside]))
+    texts = found.pop("txt", None) if beside else found.get("txt")
     if not (rest := [name for name in names if name not in found]):
         return found
     try:
@@ -82,8 +85,7 @@ def _cells(source: Source, place: str, names: Sequence[str], warn: Callable[[str
         captions = [name for name in rest if name in TEXT_NAMES]
         if place or len(captions) != 1:
             raise
-        # Members of shards are values of the name of their suffix.
-        files = source.values_of(["txt"]).get("txt") or caption_files(source, warn)
+        files = texts or caption_files(source, warn)
         if files is None:
             raise
     others = [name for name in rest if name not in captions]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from unfog.data.settings import parse_condition
 from unfog.data.sources.label_tables import FILE_COLUMNS
-from unfog.data.sources.stored_images import plain_value
+from unfog.data.sources.stored_images import plain_value, plain_values
 from unfog.errors import RequestError
 from unfog.files.cache_folder import cache_folder, hold
 from unfog.files.safe_files import write_atomic
@@ -37,11 +37,12 @@ def store_table(columns: Mapping[str, Any], named: str) -> str:
     Raises:
         RequestError: nothing names the files, or the cache cannot be written.
     """
-    rows = _rows_by_file(columns)
-    others = list(dict.fromkeys(name for row in rows.values() for name in row))
     place, _ = parse_condition(named)
     if place:
         raise RequestError(f"condition = {named} names a table, and conditions are given as well; give one of them")
+    rows = _rows_by_file(columns)
+    if not (others := list(dict.fromkeys(name for row in rows.values() for name in row))):
+        raise RequestError("conditions have no value; give at least one for each file, or leave them out")
     content = "".join(json.dumps({"file_name": file, **row}) + "\n" for file, row in rows.items()).encode()
     folder = cache_folder()
     path = folder / f"table-{hashlib.sha256(content).hexdigest()[:32]}.jsonl"
@@ -70,12 +71,12 @@ def _rows_by_file(columns: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             f'conditions={{"{first}": {{"0001.png": …}}}}, or with a list "file_name" of them'
         )
     files, others = list(columns[key]), [name for name in columns if name != key]
-    lists: dict[str, Sequence[Any]] = {name: list(columns[name]) for name in others}
+    lists = {name: plain_values(columns[name], name) for name in others}
     for name, values in lists.items():
         if len(values) != len(files):
             raise RequestError(f"the condition {name} has {len(values):,} values, and there are {len(files):,} files")
     for i, file in enumerate(files):
         if str(file) in rows:
             raise RequestError(f"conditions have two rows of {str(file)!r:.60}; keep one")
-        rows[str(file)] = {name: plain_value(lists[name][i], name) for name in others}
+        rows[str(file)] = {name: lists[name][i] for name in others}
     return rows

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import zlib
 from typing import Any
 
 from unfog.data.containers.stored_array import Key
 from unfog.errors import RequestError
+from unfog.files.deflate import DEFLATE_RATIO, unpacks_to
 
-_DEFLATE_RATIO = 1032  # at most
 _HARMLESS = 2**29  # bytes that a chunk may unpack to unlooked at
 _SLACK = 2**20  # bytes of a chunk beyond its values: checksums, and compression that failed
-_PIECE = 2**24  # bytes that are unpacked at a time, and not kept
 
 
 class ChunkBounds:
@@ -38,11 +36,11 @@ class ChunkBounds:
             return
         self._deflate = filters.index(h5py.h5z.FILTER_DEFLATE) if deflates else None
         self._most = math.prod(dataset.chunks) * dataset.dtype.itemsize + _SLACK
-        if dataset.id.get_storage_size() * _DEFLATE_RATIO > _HARMLESS:
+        if dataset.id.get_storage_size() * DEFLATE_RATIO > _HARMLESS:
             dataset.id.chunk_iter(self._note)
 
     def _note(self, chunk: Any) -> None:
-        if chunk.size > self._most or (self._deflate is not None and chunk.size * _DEFLATE_RATIO > _HARMLESS):
+        if chunk.size > self._most or (self._deflate is not None and chunk.size * DEFLATE_RATIO > _HARMLESS):
             self._suspects[tuple(chunk.chunk_offset)] = chunk.size
 
     def check(self, key: Key) -> None:
@@ -69,16 +67,5 @@ class ChunkBounds:
         # A set bit of the mask is a filter that this chunk was stored without.
         if content and mask >> (self._deflate or 0) & 1:
             return
-        if not content or _unpacked(content, self._most) > self._most:
+        if not content or unpacks_to(content, self._most + 1):
             raise ValueError(f"a chunk that unpacks to over {self._most:,} bytes, more than its shape has")
-
-
-def _unpacked(content: bytes, most: int) -> int:
-    """Return to how many bytes a chunk unpacks, at most one piece more than `most`."""
-    stream, total = zlib.decompressobj(), 0
-    while content and total <= most:
-        piece = len(stream.decompress(content, _PIECE))
-        content, total = stream.unconsumed_tail, total + piece
-        if not piece:
-            break
-    return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -48,7 +49,7 @@ class ReadOnlyStore(Store):  # type: ignore[misc]
         except FileNotFoundError:
             self._files.open(self._mark)[0].close()
             return None
-        except zipfile.BadZipFile as error:  # a wrong checksum
+        except (zipfile.BadZipFile, zlib.error) as error:  # a wrong checksum, or a damaged stream
             raise ValueError(str(error)) from None
         return (prototype or default_buffer_prototype()).buffer.from_bytes(data)
 

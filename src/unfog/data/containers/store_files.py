@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import stat
 import zipfile
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from unfog.data.sources.arrays import DAMAGE_ERRORS, file_digest
+from unfog.data.sources.arrays import DAMAGE_ERRORS
 from unfog.data.sources.folder import files_digest
 from unfog.errors import RequestError
 from unfog.files.safe_files import open_file, regular_file
@@ -41,15 +42,14 @@ class StoreFiles(ABC):
     def sizes(self, key: str) -> Iterator[tuple[str, int]]:
         """Yield (path relative to the folder, stored bytes) of all files below a folder."""
 
-    @abstractmethod
-    def stamp(self, key: str) -> tuple[str, int]:
-        """Return (a digest of the state of the files below a folder, their bytes)."""
-
     def read(self, key: str, most: int) -> bytes:
-        """Return the content of a file. Raises as `open`, and ValueError above `most` bytes."""
+        """Return the content of a file. Raises as `open`, and ValueError above `most` bytes or if it is damaged."""
         file, size = self.open(key)
-        with file:
-            content = file.read(most + 1) if size <= most else b""
+        try:
+            with file:
+                content = file.read(most + 1) if size <= most else b""
+        except (zipfile.BadZipFile, zlib.error) as error:
+            raise ValueError(str(error)) from None
         if max(size, len(content)) > most:
             raise ValueError(f"{os.path.basename(key)} has over {most:,} bytes")
         return content
@@ -81,6 +81,7 @@ class FolderFiles(StoreFiles):
                 yield path, status.st_size if stat.S_ISREG(status.st_mode) else 0
 
     def stamp(self, key: str) -> tuple[str, int]:
+        """Return (a digest of the state of the files below a folder, their bytes)."""
         folder = self._root / key
         return files_digest(folder, sorted(self._paths(folder)))
 
@@ -104,7 +105,6 @@ class ZipFiles(StoreFiles):
 
     def __init__(self, path: Path, marks: tuple[str, ...]) -> None:
         """Open an archive; `marks` are the names of files, one of which is in the first folder of a store."""
-        self._path = path
         try:
             self._archive = zipfile.ZipFile(regular_file(path, path.parent, follow=True))
             infos = self._archive.infolist()
@@ -143,6 +143,3 @@ class ZipFiles(StoreFiles):
         for name, info in self._members.items():
             if name.startswith(start):
                 yield name[len(start) :], info.compress_size
-
-    def stamp(self, key: str) -> tuple[str, int]:
-        return file_digest(self._path), os.stat(self._path).st_size

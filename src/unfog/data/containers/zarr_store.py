@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.containers.source import ContainerSource, unreadable
+from unfog.data.containers.source import ContainerSource, file_bytes, unreadable
 from unfog.data.containers.store_files import FolderFiles, StoreFiles, ZipFiles
 from unfog.data.containers.stored_array import Key, StoredArray, check_type, choose
+from unfog.data.sources.arrays import file_digest
 from unfog.errors import RequestError, install_command
 from unfog.text import sanitize
 
@@ -73,7 +74,8 @@ class ZarrSource(ContainerSource):
             raise unreadable(place, error, "restore the store, or write it anew") from None
 
     def stamp(self) -> tuple[str, int]:
-        return _files_of(self.path).stamp(self.array_name)
+        path = Path(self.path)
+        return FolderFiles(path).stamp(self.array_name) if path.is_dir() else (file_digest(path), file_bytes(self.path))
 
 
 def _files_of(path: str) -> StoreFiles:

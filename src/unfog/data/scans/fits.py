@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from unfog.data.scans.source import ScanSource
 from unfog.data.scans.stack import (
-    DEFLATE_RATIO,
     MOST_BYTES,
     ImageStack,
     check_shape,
@@ -25,6 +24,7 @@ from unfog.data.scans.stack import (
     unpack,
 )
 from unfog.data.sources.base import ImageError
+from unfog.files.deflate import DEFLATE_RATIO
 
 _MOST_HDUS = 10_000
 _HARMLESS = 2**28  # bytes that a tile may unpack to unlooked at

@@ -15,15 +15,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unfog.data.sources.base import ImageError
+from unfog.files.deflate import unpacks_to
 from unfog.values.image_format import MOST_CHANNELS
 
 MOST_BYTES = 2**30
 """Of one image; a larger one is left out."""
-DEFLATE_RATIO = 1032
-"""The most that deflate packs bytes to one."""
 MOST_UNPACKED = 2**29
 """Bytes of a file that is compressed as a whole, of which a few are in memory at a time."""
-_PIECE = 2**24  # bytes
 TOO_MUCH = f"compressed, and over {MOST_UNPACKED >> 20} MB unpacked: unpack it (gunzip)"
 
 
@@ -83,22 +81,9 @@ def unpack(path: Path) -> bytes:
 
 
 def check_unpacked(packed: bytes, most: int, wbits: int = zlib.MAX_WBITS) -> None:
-    """Raise ImageError if a part of an image, compressed by deflate, unpacks to `most` bytes or more.
-
-    It is unpacked piece by piece. `wbits` is that of zlib, 31 for gzip.
-    """
-    stream, total = zlib.decompressobj(wbits), 0
-    while packed:
-        piece = len(stream.decompress(packed, _PIECE))
-        total += piece
-        if total >= most:
-            raise ImageError("parts that unpack to more than the image")
-        if stream.eof and wbits > zlib.MAX_WBITS:  # gzip goes on with the next stream
-            packed, stream = stream.unused_data.lstrip(b"\0"), zlib.decompressobj(wbits)
-        elif piece:
-            packed = stream.unconsumed_tail
-        else:
-            break
+    """Raise ImageError if a part of an image unpacks to `most` bytes or more: see `unpacks_to`."""
+    if unpacks_to(packed, most, wbits):
+        raise ImageError("parts that unpack to more than the image")
 
 
 def read_part(path: Path, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:

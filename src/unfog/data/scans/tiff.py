@@ -15,7 +15,6 @@ from PIL import Image, UnidentifiedImageError
 
 from unfog.data.scans.source import ScanSource, first_files
 from unfog.data.scans.stack import (
-    DEFLATE_RATIO,
     ImageStack,
     check_length,
     check_shape,
@@ -25,6 +24,7 @@ from unfog.data.scans.stack import (
 )
 from unfog.data.sources.base import ImageError
 from unfog.errors import RequestError
+from unfog.files.deflate import DEFLATE_RATIO
 from unfog.text import sanitize
 from unfog.values.axes import USUAL
 from unfog.values.image_format import MOST_CHANNELS

@@ -398,7 +398,7 @@ class SomeImages(Source):
         self.remote_shards, self.outage = source.remote_shards, source.outage
         self.names = [source.names[i] for i in rows.tolist()]
         self.columns = rows_of(columns, rows)
-        self.found = source.found
+        self.found, self.files_differ = source.found, source.files_differ
         if source.groups is not None:
             kept, group = np.unique(source.groups[1][rows], return_inverse=True)
             self.groups = [source.groups[0][k] for k in kept.tolist()], group

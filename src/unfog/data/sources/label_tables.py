@@ -29,7 +29,10 @@ _LABEL_COLUMNS = ("label", "class", "category", "cls", "class_name", "label_name
 _BATCH, _MOST_UNPACKED = 256, 2**30  # rows of a parquet file that are read at once, and bytes of those columns
 _COMPARED, _LONGEST_HINT = 1000, 300  # columns that a name is compared with, and characters of what they are called
 # Of files that hold several images, which a row may name without them.
-_SCAN_SUFFIXES = (".nii.gz", ".nii", ".dcm", ".dicom", ".ima", ".fits", ".fit", ".fts")
+_SCAN_SUFFIXES = (
+    *(".nii.gz", ".nii", ".dcm", ".dicom", ".ima"),
+    *(".fits.gz", ".fit.gz", ".fts.gz", ".fits.fz", ".fits", ".fit", ".fts", ".fz"),
+)
 _SHARD = re.compile(r"\.tar/", re.IGNORECASE)
 _WHOLE_NUMBER = re.compile(r"-?[0-9]{1,18}")
 

@@ -112,7 +112,7 @@ class StoredImages(ZipSource):
             first = hasattr(source, "detach")
             pixels = _without_floats(as_array(source), first, report, storing)
             return ArraySource.store(pixels, labels, report.say, first, storing.axes, conditions)
-        beside = {name: _plain_values(values, name) for name, values in (conditions or {}).items()}
+        beside = {name: plain_values(values, name) for name, values in (conditions or {}).items()}
         items, folder = ImageItems.read(source, [name for name in wanted if name not in beside]), cache_folder()
         partial = folder / f"images-{os.getpid()}-{time.time_ns()}.partial"
         try:
@@ -328,7 +328,7 @@ def _chosen(found: list[int | str | None], given: list[int | str | None] | None)
     return given
 
 
-def _plain_values(values: Any, name: str) -> list[Any]:
+def plain_values(values: Any, name: str) -> list[Any]:
     """Return a condition as a list of a value for each image, as JSON has them. RequestError if it is none."""
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
         raise RequestError(
@@ -344,9 +344,9 @@ def plain_value(value: Any, name: str) -> Any:
         value = as_array(value).tolist()
     if type(value).__name__ in ("NAType", "NaTType"):  # missing values of pandas
         return None
-    if isinstance(value, set | frozenset):
-        value = sorted(value)
     try:
+        if isinstance(value, set | frozenset):
+            value = sorted(value)
         json.dumps(value)
     except (TypeError, ValueError):
         raise RequestError(

@@ -68,7 +68,7 @@ class ZipSource(Source):
         self.ignored = ignored
         self._members: dict[str, _Member] = {}
         self._tables: dict[str, zipfile.ZipInfo] = {}
-        self._texts: dict[str, zipfile.ZipInfo] = {}
+        self._texts: dict[str, _Member | str] = {}  # or why it cannot be used
         directory = self._read_directory()
         for info in directory:
             if not info.filename.endswith("/"):  # a folder; `is_dir` raises if there is no name at all
@@ -108,12 +108,10 @@ class ZipSource(Source):
         return hashlib.sha256(repr((*state, self._contents, sample)).encode()).hexdigest(), state.size
 
     def read_beside(self, i: int, suffix: str, most: int) -> bytes | None:
-        info = self._texts.get(f"{os.path.splitext(self.names[i])[0]}{suffix}")
-        if info is None:
-            return None
-        if reason := _unusable_reason(info):
-            raise ImageError(reason)
-        return self._content(_Member.of(info), most=most)
+        member = self._texts.get(f"{os.path.splitext(self.names[i])[0]}{suffix}")
+        if isinstance(member, str):
+            raise ImageError(member)
+        return None if member is None else self._content(member, most=most)
 
     def table(self, name: str) -> LabelTable | None:
         # In no folder, or in folders that all images are below, as where a folder was zipped rather than its content.
@@ -151,7 +149,7 @@ class ZipSource(Source):
             if kind in TABLES:
                 self._tables[name] = info
             elif kind == ".txt":
-                self._texts[name] = info
+                self._texts[name] = _unusable_reason(info) or _Member.of(info)
             return
         if name in self._members:  # as in unpacking, the last one counts
             unreadable.append(SkippedFile(name, "replaced by a later member of its name"))
