@@ -2,12 +2,13 @@
 
 import json
 import shutil
+import zipfile
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from unfog.data.columns.captions import MOST_CAPTIONS, MOST_LENGTH, caption_column
+from unfog.data.columns.captions import MOST_CAPTIONS, MOST_LENGTH, caption_column, has_caption_files
 from unfog.data.columns.conditions import with_conditions
 from unfog.data.dataset import ImageSet
 from unfog.data.prepare import prepare
@@ -180,3 +181,16 @@ def test_sets_without_captions_are_refused(tmp_path):
     (both / "metadata.csv").write_text("\n".join(["file_name,says", *map(",".join, zip(NAMES, TEXTS))]))
     with pytest.raises(RequestError, match="one such column"):
         with_conditions(open_source(str(both)), "text,says:text")
+
+
+def test_text_files_that_cannot_be_read_are_no_reason_to_stop(tmp_path):
+    images = folder(tmp_path / "images")
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for path in sorted(images.iterdir()):
+            archive.write(path, path.name, zipfile.ZIP_LZMA if path.suffix == ".txt" else zipfile.ZIP_STORED)
+    assert has_caption_files(open_source(str(tmp_path / "a.zip")))
+
+
+def test_digits_are_captions_with_0():
+    found = column([0, 7, 0, 7])
+    assert tokenizer_of(found.categories).decode(found.values[0]) == "0"

@@ -296,6 +296,12 @@ def test_a_store_in_a_zip_archive_is_read_in_place(tmp_path: Path) -> None:
     assert [one.name for one in found.report.skipped] == ["00000006", "00000007"]
     with pytest.raises(RequestError, match="no array z; it has"):
         open_source(f"{tmp_path}/b.zarr.zip:z")
+    with zipfile.ZipFile(tmp_path / "b.zarr.zip") as archive:
+        header = archive.getinfo("y/zarr.json").header_offset
+    at = header + 30 + len("y/zarr.json") + 2
+    (tmp_path / "bad.zarr.zip").write_bytes(whole[:at] + bytes(4) + whole[at + 4 :])
+    with pytest.raises(RequestError, match=r"Bad CRC|write it anew|no array"):
+        open_source(f"{tmp_path}/bad.zarr.zip:y")
 
 
 def test_a_chunk_of_hdf5_that_unpacks_to_too_much_costs_its_images(tmp_path: Path) -> None:

@@ -486,5 +486,10 @@ def test_images_of_another_depth_are_named_where_values_are_kept(tmp_path: Path,
     warnings = prepare(open_source(tmp_path), Data(dtype="float32")).warnings
     assert f"1 of 8 bits, such as 0{suffix}" in "".join(warnings)
     assert not prepare(open_source(tmp_path), Data(dtype="uint8")).warnings
+    (tmp_path / "labels.csv").write_text("file,label\n" + "".join(f"{i}{suffix},{'ab'[i % 2]}\n" for i in range(4)))
+    labelled = prepare(open_source(tmp_path), Data(dtype="float32", labels="labels.csv"))
+    assert labelled.train.classes == ("a", "b")
+    assert f"1 of 8 bits, such as 0{suffix}" in "".join(labelled.warnings)
+    (tmp_path / "labels.csv").unlink()
     (tmp_path / f"0{suffix}").unlink()
     assert not prepare(open_source(tmp_path), Data(dtype="float32")).warnings

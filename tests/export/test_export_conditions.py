@@ -164,21 +164,29 @@ def test_a_pipeline_takes_conditions_as_arguments(tmp_path, case):
     run_card_code(tmp_path / "out", (8, 8))
 
 
+def written_denoiser(run, out):
+    run.export(out, format="denoiser")
+    return run_path(str(out / "denoiser.py"))["load"](out / "denoiser.safetensors")
+
+
+def estimate(run, x, sigma, told):
+    """The clean images by the network of the run itself."""
+    logsnr = torch.full((len(x),), -2 * math.log(sigma))
+    alpha = run.config.diffusion.path(logsnr)[0][:, None, None, None]
+    return Denoiser(run.network, run.config.diffusion)(alpha * x, logsnr, told)
+
+
 @pytest.mark.slow
 def test_a_denoiser_takes_conditions_by_name(tmp_path):
     run = with_columns()
-    run.export(tmp_path / "out", format="denoiser")
-    denoiser = run_path(str(tmp_path / "out/denoiser.py"))["load"](tmp_path / "out/denoiser.safetensors")
+    denoiser = written_denoiser(run, tmp_path / "out")
     x, label = torch.randn(3, *denoiser.shape), torch.tensor([0, 2, 3])
     told = run.config.conditions.conditions(
         tuple(zip(("age", "cell size", "place", "x"), map(tuple, [TOLD[0], TOLD[1], TOLD[3], TOLD[4]]))), range(3)
     )
-    ours = Denoiser(run.network, run.config.diffusion)
-    logsnr = torch.full((3,), -2 * math.log(0.7))
-    alpha = run.config.diffusion.path(logsnr)[0][:, None, None, None]
     given = {name: values for name, values in GIVEN.items() if name != "linear"}
     with torch.no_grad():
-        expected = ours(alpha * x, logsnr, told._replace(label=label))
+        expected = estimate(run, x, 0.7, told._replace(label=label))
     assert (denoiser(x, 0.7, label, given) - expected).abs().max() < 1e-5 * expected.abs().max()
     # A field of several columns that is told of none of them.
     assert told.several is None
@@ -226,6 +234,8 @@ def test_values_are_read_as_by_unfog():
     with pytest.warns(UserWarning, match="age = 200 is outside of the training images, which have 20 to 89"):
         read(described, {"age": 200}, 1)
     assert read([], None, 2) == []
+    open_values = read(described, {"age": math.nan, "x": [math.nan, "PAS"], "linear": math.nan, "place": math.nan}, 2)
+    assert str(open_values) == str(read(described, {"x": [None, "PAS"]}, 2))
 
 
 def test_no_name_of_the_code_of_an_export_is_defined_twice(tmp_path):
@@ -332,16 +342,12 @@ def test_the_number_that_stands_for_unknown_pixels_is_written(tmp_path, unknown,
 @pytest.mark.slow
 def test_a_denoiser_is_0_where_nothing_is_known_and_has_gradients(tmp_path):
     run = masked()
-    run.export(tmp_path / "out", format="denoiser")
-    denoiser = run_path(str(tmp_path / "out/denoiser.py"))["load"](tmp_path / "out/denoiser.safetensors")
+    denoiser = written_denoiser(run, tmp_path / "out")
     x = torch.randn(2, *denoiser.shape, requires_grad=True)
     sigma = torch.tensor(0.5, requires_grad=True)
     found = denoiser(x, sigma)
     settings = GenerationSettings.default(run.config, 2, 2)
-    logsnr = torch.full((2,), -2 * math.log(0.5))
-    alpha = run.config.diffusion.path(logsnr)[0][:, None, None, None]
-    ours = Denoiser(run.network, run.config.diffusion)
-    expected = ours(alpha * x, logsnr, settings.conditions(run.config, range(2), CPU))
+    expected = estimate(run, x, 0.5, settings.conditions(run.config, range(2), CPU))
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
     assert (found[:, torch.from_numpy(UNKNOWN)] == 0).all()
     found.square().sum().backward()

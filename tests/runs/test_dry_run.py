@@ -111,7 +111,8 @@ def test_what_fails_is_named_and_what_needs_it_is_left_out(fashion, tmp_path, mo
         "export": (Network, "to_unet2d"),
     }
     monkeypatch.setattr(*place[part], fail)
-    findings = findings_of(settled(fashion), fashion, tmp_path)
+    settings = {"network": NETWORK} if part == "export" else {}  # whose equal diffusers has
+    findings = findings_of(settled(fashion, **settings), fashion, tmp_path)
     assert {code for code, f in findings.items() if f.severity == "fatal"} == {part}
     assert f"{part} failed: RuntimeError: planted" in findings[part].evidence
     assert "second" not in findings[part].evidence

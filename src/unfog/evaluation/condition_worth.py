@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 import torch
@@ -66,13 +67,12 @@ def condition_worth(
         told = told.cat(part.conditions)
     other, hidden = told.rows(another_image(held_out.images)), told.dropped()
 
+    ends = [0, *accumulate(part.images for part in parts)]
+
     def losses(conditions: Conditions) -> Tensor:
-        sizes, found, first = [part.images for part in parts], [], 0
-        for part, size in zip(parts, sizes):
-            own = part._replace(conditions=conditions.rows(slice(first, first + size)))
-            found.append(own.losses(loss_at, batch, progress=progress)[0])
-            first += size
-        return torch.cat(found, 1)
+        rows = (conditions.rows(slice(*one)) for one in pairwise(ends))
+        own = HeldOutBuckets(tuple(part._replace(conditions=each) for part, each in zip(parts, rows)))
+        return own.losses(loss_at, batch, progress=progress)[0]
 
     right, worth = losses(told), list[ConditionWorth]()
     for name, spans in _groups(places):

@@ -1,7 +1,7 @@
 """Scores of conditions: whether images have what was asked, by what a judge reads from them, for each kind.
 
 A judge has outputs [N, K] for each column. A new kind is a class here and in `JUDGED`. Conditions that are images need
-no judge: `evaluation.image_agreement` compares samples with the true images.
+no judge: `evaluation.image_agreement` has the measures for them.
 """
 
 from __future__ import annotations
@@ -147,8 +147,9 @@ def average_precision(output: Tensor, present: Tensor, weights: Tensor) -> Tenso
     NaN where no image has the category, or all have.
     """
     ordered, order = output.sort(descending=True, stable=True)
-    hits = present[order].double() * weights[:, order]
-    found, seen = hits.cumsum(1), weights[:, order].double().cumsum(1)
+    sorted_weights = weights[:, order].double()
+    hits = present[order].double() * sorted_weights
+    found, seen = hits.cumsum(1), sorted_weights.cumsum(1)
     # Images with equal outputs are taken together: at the last of them.
     last = torch.searchsorted(-ordered, -ordered, right=True) - 1
     precision = found[:, last] / seen[:, last].clamp(min=1e-300)
@@ -169,8 +170,9 @@ JUDGED: dict[str, JudgedKind] = {
 def score_condition(
     facts: ColumnFacts, samples: tuple[Tensor, NDArray[Any]], real: tuple[Tensor, NDArray[Any]]
 ) -> list[ConditionScore]:
-    """Return the scores of a condition; [] if too few samples were given a value, or all were given the same one.
+    """Return the scores of a condition; [] if too few samples were given a value.
 
+    A measure without a value is left out, such as R2 of samples that were all asked for the same number.
     `samples` and `real` are outputs of the judge [N, K] and values [N, …] of the column: those that were asked, and
     those of real images. All is computed from fixed seeds.
     """

@@ -28,7 +28,8 @@ def read(conditions, given, count):
             raise ValueError(f"{name!r} is not a condition of this model, which has {', '.join(known) or 'none'}")
     columns = []
     for one in conditions:
-        values = [_READERS[one["kind"]](one, word) for word in _words(given.get(one["name"]))]
+        words = [None if word != word else word for word in _words(given.get(one["name"]))]
+        values = [_READERS[one["kind"]](one, word) for word in words]
         columns.append([values[i % len(values)] for i in range(count)])
     return columns
 
@@ -74,7 +75,7 @@ def _category(one, word):
 def _several(one, word):
     """Return 1.0 for each category that is named, else 0.0; NaN for each if it is open. ";" names none of them."""
     count = len(one["categories"])
-    if word is None or word != word:
+    if word is None:
         return [math.nan] * count
     words = [name.strip() for name in word.split(";")] if isinstance(word, str) else _words(word)
     chosen = {_category(one, each) for each in words if each not in ("", None)}
@@ -84,7 +85,7 @@ def _several(one, word):
 def _vector(one, word):
     """Return the numbers of a vector, from a sequence or a text with semicolons; NaN for each if it is open."""
     size = len(one["statistics"]) // 4
-    if word is None or word != word:
+    if word is None:
         return [math.nan] * size
     words = word.split(";") if isinstance(word, str) else _words(word)
     if len(words) != size:

@@ -16,7 +16,16 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from unfog.config.requests.evaluate import LOSSES, METRICS, OBEYS, ON_REQUEST, VALUES, WORTH, EvaluationRequest
+from unfog.config.requests.evaluate import (
+    LOSSES,
+    METRICS,
+    NOT_COMPARED,
+    OBEYS,
+    USUAL,
+    VALUES,
+    WORTH,
+    EvaluationRequest,
+)
 from unfog.config.schema import Config
 from unfog.data.bit_depth import FULL_RANGE
 from unfog.data.buckets.joined_set import join_sets
@@ -153,7 +162,7 @@ def _parts(
 
 def open_request_features(request: EvaluationRequest, device: torch.device) -> Features | None:
     """Return the feature network of the request, or the best one at hand; None if no metric needs one."""
-    if all(name in (*PIXEL_METRICS, *VALUES, *LOSSES, OBEYS) for name in request.metrics or METRICS):
+    if all(name in (*PIXEL_METRICS, *VALUES, *NOT_COMPARED) for name in request.metrics or METRICS):
         return None
     if not is_auto(request, "features"):
         return open_features(request.features, device)
@@ -221,30 +230,28 @@ def _possible_metrics(
     if not format.is_picture:
         check_for_values(metrics, str(format))
     check_condition_metrics(metrics, conditions)
-    if run.config.data.has_unknown and not {*metrics} <= {*LOSSES, OBEYS}:
+    if run.config.data.has_unknown and not {*metrics} <= {*NOT_COMPARED}:
         said = "metrics of samples compare whole images, and pixels of these are unknown"
         if request.metrics:
             raise RequestError(f"{said}; give held_out")
         say(f"skipped: {said}")
-        metrics = tuple(name for name in metrics if name in (*LOSSES, OBEYS))
+        metrics = tuple(name for name in metrics if name in NOT_COMPARED)
     if (reason := run.config.representation.no_bits) and "bits" in metrics:
         raise RequestError(f"{run.path}: {reason}")
     if dataset.buckets and "bits" in metrics:
         raise RequestError(f"bits are measured at one size; give --size {run.config.image_format.sides}, or omit bits")
-    metrics = _possible_losses(run, request, metrics, len(dataset.held_out))
+    metrics = _possible(run, request, metrics, len(dataset.held_out))
     if request.against is not None and "held_out" not in metrics:
         raise RequestError("--against compares held-out losses, and the run has no held-out images")
     if not metrics:
         raise RequestError(
-            f"nothing of {run.path} can be measured: its images have unknown pixels, which held_out alone takes, and "
-            "no images are held out; train a run with --data.held-out 0.1"
+            f"nothing of {run.path} can be measured: its images have unknown pixels, so that samples are not compared "
+            "with them, and no images are held out; train a run with --data.held-out 0.1"
         )
     return metrics
 
 
-def _possible_losses(
-    run: LoadedRun, request: EvaluationRequest, metrics: tuple[str, ...], held_out: int
-) -> tuple[str, ...]:
+def _possible(run: LoadedRun, request: EvaluationRequest, metrics: tuple[str, ...], held_out: int) -> tuple[str, ...]:
     """Return the metrics without those losses that need more held-out images, and say so. RequestError if named."""
     fewest = {name: 2 if name == WORTH else 1 for name in LOSSES}
     short = [name for name in metrics if held_out < fewest.get(name, 0)]
@@ -481,8 +488,7 @@ def _usual_metrics(request: EvaluationRequest, picture: bool, has_features: bool
     """Return the metrics of the request, or all usual ones of samples, which are pictures of 8 bits or other values."""
     if request.metrics or not picture:
         return request.metrics or VALUES
-    usual = (name for name in METRICS if name not in (*ON_REQUEST, *VALUES, *LOSSES))
-    return tuple(name for name in usual if has_features or name in PIXEL_METRICS)
+    return tuple(name for name in USUAL if has_features or name in PIXEL_METRICS)
 
 
 def _check_no_features(request: EvaluationRequest, kind: str) -> None:

@@ -226,7 +226,7 @@ def _conditions_section(rows: Sequence[Sequence[str]]) -> list[str]:
         return []
     head = ("name", "kind", "values", "input of the graph")[: len(rows[0])]
     said = "Numbers are in the units of the source. None, NaN and an omitted condition leave it open"
-    graph = "; in the graph NaN, or -1 for a category, leaves it open" if len(rows[0]) == len(head) == 4 else ""
+    graph = "; in the graph NaN, or -1 for a category, leaves it open" if len(head) == 4 else ""
     return [f"## Conditions\n\n{_table(head, rows)}\n\n{said}{graph}."]
 
 

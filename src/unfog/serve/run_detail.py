@@ -31,6 +31,7 @@ from unfog.serve.run_files import (
 )
 from unfog.serve.runs import RunEntry
 from unfog.text import sanitize
+from unfog.values.condition_format import TEXT
 
 _FINDINGS, _MOST_EVENTS = 200, 5000  # shown, at most
 _EVENT_BYTES = 2**22  # from the end of events.jsonl
@@ -45,8 +46,8 @@ def run_detail(run: RunEntry, result: Path | None = None, sample: Sample | None 
     `result` is the folder of the newest check of it that the page has started.
     """
     columns, rows = (run.columns, run.columns.rows) if sample is None else sample
-    read = lambda: (read_settings(run.path), _conditions(run.path))  # noqa: E731
-    (settings, conditions), events = run.unchanged("config.toml", read), drop_undone_events(run.events)
+    settings, conditions = run.unchanged("config.toml", lambda: (read_settings(run.path), _conditions(run.path)))
+    events = drop_undone_events(run.events)
     changed = {
         name: [_defaults().get(name), value]
         for name, value in settings.items()
@@ -86,7 +87,8 @@ def _conditions(run: Path) -> list[dict[str, Any]]:
     for one in conditions_of(run).columns:
         size = len(one.statistics) // 4
         low, high = one.statistics[2 * size : 3 * size], one.statistics[3 * size :]
-        found.append({"name": one.name, "kind": one.kind, "categories": list(one.categories), "low": low, "high": high})
+        names = [] if one.kind == TEXT else list(one.categories)  # of a text its merges, which no field shows
+        found.append({"name": one.name, "kind": one.kind, "categories": names, "low": low, "high": high})
     return found
 
 

@@ -18,6 +18,9 @@ OBEYS, WORTH = Evaluate.OBEYS, "worth"
 # Metrics of the held-out images, which need no samples.
 LOSSES = ("held_out", "bits", WORTH)
 
+# Metrics that compare no samples with real images.
+NOT_COMPARED = (*LOSSES, OBEYS)
+
 # Metrics of images with any channels and values.
 VALUES = Evaluate.VALUES
 
@@ -25,6 +28,9 @@ VALUES = Evaluate.VALUES
 ON_REQUEST = ("fid_infinity", "bits")
 
 METRICS = (*Evaluate.DRAWN, "detail", "fid_infinity", *LOSSES)
+
+# Metrics of samples that are pictures, unless others are named.
+USUAL = tuple(name for name in METRICS if name not in (*ON_REQUEST, *VALUES, *LOSSES))
 
 # Fields of `EvaluationRequest` that change what is generated.
 DRAWN = ("sampler", "steps", "seed", "guidance", "guide", "guide_every", "precision")
@@ -127,7 +133,7 @@ class EvaluateRequest(EvaluationRequest):
         drawn = DRAWN if self.is_of_images else ()
         check_usual(self, ("against", "weights", "checkpoint", "best", *drawn))
         wrong = [
-            *(name for name in (*LOSSES, OBEYS) if name in self.metrics),
+            *(name for name in NOT_COMPARED if name in self.metrics),
             *["held-out"] * (self.reference == "held-out"),
         ]
         if wrong:

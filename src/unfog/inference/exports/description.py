@@ -134,10 +134,12 @@ class _Scheduler(NamedTuple):
         return ["levels_scheduler" if self.kind == "LevelsScheduler" else "diffusers", self.kind]
 
 
-def has_equal_network(config: Config) -> bool:
-    """Return True if diffusers has a network that is equal to that of a run, `UNet2DModel`."""
+def equal_network(config: Config) -> UNet | None:
+    """Return the network of a run if diffusers has one that is equal, `UNet2DModel`; else None."""
+    network = config.network
     # It pads with zeros, and has no input but timestep and class.
-    return isinstance(config.network, UNet) and not config.data.wrapped and not has_named_inputs(config)
+    equal = isinstance(network, UNet) and not config.data.wrapped and not has_named_inputs(config)
+    return network if equal and isinstance(network, UNet) else None
 
 
 def check_sampler_maps(config: Config, sampler: Sampler) -> None:
@@ -195,12 +197,12 @@ def _has_solver(config: Config, sampler: Sampler) -> bool:
 
 def is_stock(config: Config, sampler: Sampler) -> bool:
     """Return True if a pipeline of diffusers samples this run, so that no code is needed."""
-    diffusion, network = config.diffusion, config.network
+    diffusion = config.diffusion
     plain = not (
         config.classes or config.representation.scaling() or diffusion.scale_input or diffusion.learned_variance
     )
     # UNet2DModel embeds the timestep as it is.
-    unet = has_equal_network(config) and isinstance(network, UNet) and network.time_scale == 1
+    unet = (equal := equal_network(config)) is not None and equal.time_scale == 1
     table = _is_table(config, sampler) and (sampler.kind == "ddpm" or _has_solver(config, sampler))
     # Pipelines of diffusers give a scheduler their generator, and that of UniPC takes none.
     return plain and unet and table and sampler.kind != "unipc" and diffusion.target.kind in _PREDICTIONS
@@ -258,9 +260,10 @@ def _grid(config: Config, sampler: Sampler) -> dict[str, Any]:
 
 def _condition(config: Config) -> dict[str, Any]:
     """Return how the noise condition of the network follows from the noise level."""
-    diffusion, schedule, network = config.diffusion, config.diffusion.schedule, config.network
+    diffusion, schedule = config.diffusion, config.diffusion.schedule
     # UNet2DModel has no such factor, and other networks have it inside.
-    scale = {"scale": network.time_scale if isinstance(network, UNet) and has_equal_network(config) else 1.0}
+    equal = equal_network(config)
+    scale = {"scale": 1.0 if equal is None else equal.time_scale}
     if diffusion.conditioning == "logsnr":
         return {"kind": "logsnr", **scale}
     if isinstance(schedule, LogNormal | LogitNormal):

@@ -34,13 +34,12 @@ from unfog.inference.exports.description import (
     custom_scheduler,
     describe_network,
     describe_objective,
-    has_equal_network,
+    equal_network,
     is_stock,
     stock_scheduler,
 )
 from unfog.inference.loaded_run import LoadedRun
 from unfog.models.autoencoder_settings import OURS
-from unfog.models.settings import UNet
 from unfog.pipeline.generate import GenerationSettings, conditional_denoiser
 from unfog.pipeline.latents import ImageMap, open_run_autoencoder
 from unfog.values.condition_format import Given
@@ -131,10 +130,10 @@ def _write_network(run: LoadedRun, network: nn.Module, folder: Path) -> list[str
     assert settings is not None  # a run's is settled
     (channels, *sides), classes = config.input_shape, len(config.classes)
     size = size_of(*sides)
-    if isinstance(settings, UNet) and has_equal_network(config):
+    if (equal := equal_network(config)) is not None:
         out = channels * (1 + config.diffusion.learned_variance)
         # diffusers has no such factor; the scale is in the timesteps of the scheduler instead.
-        plain = Network(replace(settings, time_scale=1.0), channels, classes, plain_weights(network), out)
+        plain = Network(replace(equal, time_scale=1.0), channels, classes, plain_weights(network), out)
         described, weights = plain.to_unet2d(size)
         _write_model(folder, "UNet2DModel", described, weights)
         return ["diffusers", "UNet2DModel"]
@@ -255,7 +254,7 @@ def export_difference(run: LoadedRun) -> float:
     """
     from diffusers import UNet2DModel
 
-    if not has_equal_network(run.config):
+    if equal_network(run.config) is None:
         raise RequestError(
             "diffusers has no network that is equal to that of this run, so that none is compared; `unfog export` "
             "writes its code, and compares that"

@@ -168,7 +168,9 @@ def _condition_tables(stored: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         cells = [
             (
                 *(one["condition"], one["measure"], _short(one["value"]), _between(one["low"], one["high"])),
-                f"{_short(one['real'])} ({_between(one['real_low'], one['real_high'])})" if one["real"] else "–",
+                f"{_short(one['real'])} ({_between(one['real_low'], one['real_high'])})"
+                if one["real"] is not None
+                else "–",
                 *(_short(one["shuffled"]), _short(one["n"]), one["obeyed"]),
             )
             for one in rows

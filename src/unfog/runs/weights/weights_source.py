@@ -121,10 +121,14 @@ class WeightsSource(NamedTuple):
         state |= {name: fresh[name] for name in new}
         choices = _fit_classes(state, fresh, self.config.classes, config)
         if any(name.startswith(_COLUMNS) for name in new):
-            choices.append(_fit_columns(state, before, _embedded(self.config), config))
-        if any(map(_is_of_text, new)):
+            theirs = _embedded(self.config)
+            expected = len(fresh[_COLUMN_WEIGHT]), sum(one.inputs for one in theirs)
+            if _COLUMN_WEIGHT in before and before[_COLUMN_WEIGHT].shape != expected:
+                raise self._misfit(_COLUMN_WEIGHT)
+            choices.append(_fit_columns(state, before, theirs, config))
+        if (text := config.conditions.text) is not None and any(map(_is_of_text, new)):
             reason = "its layers are new and begin at zero: the weights were trained without these texts"
-            choices.append(Choice("text", config.conditions.text.name if config.conditions.text else "", reason))
+            choices.append(Choice("text", text.name, reason))
         wrong = [name for name in {*state, *fresh} if name not in state or name not in fresh]
         wrong += [name for name in state if name in fresh and state[name].shape != fresh[name].shape]
         if wrong:
@@ -233,7 +237,7 @@ def _fit_columns(
     names = ", ".join(one.name for one in wanted)
     if config.network is not None and config.network.fixed_norm_weights:
         reason = "their embedding is new and random, as this network has no weights of zero"
-        return Choice("conditions", names, f"{reason}; the weights were trained without them")
+        return Choice("conditions", names, f"{reason}; what the weights had for columns is forgotten")
     for name in state:
         if name.startswith(_COLUMNS):
             state[name] = torch.zeros_like(state[name])
