@@ -100,7 +100,7 @@ class ConditionKind:
 
     def summary(self, facts: ColumnFacts) -> str:
         """Describe the categories for people, in a few words."""
-        return some(facts.categories)
+        return f"{', '.join(facts.categories[:SHOWN])}{', ...' * (len(facts.categories) > SHOWN)}"
 
     def is_one_value(self, facts: ColumnFacts, text: str) -> bool:
         """Return whether a text of a command line is one value of the column, even if it has commas."""
