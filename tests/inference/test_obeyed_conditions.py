@@ -147,3 +147,12 @@ def test_training_records_whether_conditions_are_obeyed(tmp_path):
     assert record["obeys_real"] > 0.5
     with pytest.raises(RequestError, match="of runs with conditions"):
         unfog.train(images, out=tmp_path / "plain", evaluate=evaluate, **settings)
+
+
+def test_a_run_without_conditions_is_evaluated_by_the_usual_metrics(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "cache"))
+    images = np.random.default_rng(0).integers(0, 256, (120, 16, 16, 3)).astype(np.uint8)
+    run = unfog.train(images, out=tmp_path / "run", data={"held_out": 0.2}, evaluate=NEVER, **TINY)
+    found = run.evaluate(n=24, steps=2, features="texture")
+    assert not (found.obeys or found.worth)
+    assert {"kid", "detail"} <= {one.metric for one in found.measured}

@@ -30,7 +30,7 @@ ON_REQUEST = ("fid_infinity", "bits")
 METRICS = (*Evaluate.DRAWN, "detail", "fid_infinity", *LOSSES)
 
 # Metrics of samples that are pictures, unless others are named.
-USUAL = tuple(name for name in METRICS if name not in (*ON_REQUEST, *VALUES, *LOSSES))
+USUAL = tuple(name for name in METRICS if name not in (*ON_REQUEST, *VALUES, *NOT_COMPARED))
 
 # Fields of `EvaluationRequest` that change what is generated.
 DRAWN = ("sampler", "steps", "seed", "guidance", "guide", "guide_every", "precision")
