@@ -106,7 +106,7 @@ def make(folder: Path, images: int, shards: int, labelled: bool) -> float:
         rows["start"], rows["size"] = which * MEMBER + 512, sizes[which]
         rows["name"], rows["label"] = np.arange(each) * 16, np.arange(each) % 1000 if labelled else -1
         values = [("class", str(i)) for i in range(1000 * labelled)]
-        key = shard_index._key(path, states[path])
+        key = shard_index.shard_key(path, states[path])
         IndexEntry(rows, b"".join(names), values).save(kept / f"{key}.piece.npz")
     began = time.perf_counter()
     assert len(open_source(folder).names) == each * shards

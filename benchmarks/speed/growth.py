@@ -118,7 +118,7 @@ def index(folder: Path, images: int) -> Path:
         rows["label"] = np.arange(each) % 10
         names = b"".join(b"%08d.png" % i for i in range(each))
         piece = IndexEntry(rows, names, [("class", str(i)) for i in range(10)])
-        piece.save(kept / f"{shard_index._key(path, state)}.piece.npz")
+        piece.save(kept / f"{shard_index.shard_key(path, state)}.piece.npz")
     open_source(folder)  # combines them
     gc.collect()
     return folder

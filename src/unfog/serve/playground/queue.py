@@ -186,24 +186,32 @@ class DrawingQueue:
         return {"op": op, "job": job.id, "nice": _NICE if self._training() else 0}
 
     def _draw(self, job: Drawing) -> None:
+        error = None
         for _ in range(_RETRIES):
-            self._try_to_draw(job)
+            error = self._try_to_draw(job)
             newest = newest_checkpoint(job.request.run)
             # A run that trains deletes old checkpoints, maybe between the choice of one and its reading.
-            if job.state != "failed" or not job.newest or newest in (None, job.request.checkpoint):
-                return
+            if error is None or job.cancelled or not job.newest or newest in (None, job.request.checkpoint):
+                break
             job.request = replace(job.request, checkpoint=newest)
-            job.key, job.error = _key(job.request, job.body, job.image_bytes), ""
+            job.key = _key(job.request, job.body, job.image_bytes)
+        if error is not None:  # only now, so that nobody sees a failure that another try mends
+            self._fail("draw", job, error)
 
-    def _try_to_draw(self, job: Drawing) -> None:
+    def _try_to_draw(self, job: Drawing) -> str | None:
+        """Draw; returns why the worker could not, or None."""
         job.state = "drawing"
         self._publish(job.progress())
         head = {**self._head("draw", job), **job_of(job.request), "image_bytes": job.image_bytes}
+        error = None
         for message in self.worker.work(head, job.body, ("done", "failed")):
+            if message.head["event"] == "failed":
+                error = str(message.head["error"])
             self._take(job, message)
             if job.cancelled:  # it may have been cancelled before the worker knew of it
                 self.worker.cancel(job.id)
             self._publish(job.progress())
+        return error
 
     def _take(self, job: Drawing, message: Message) -> None:
         """Take what the worker says of a drawing."""
@@ -223,8 +231,6 @@ class DrawingQueue:
                     job.pictures = np.frombuffer(message.body, np.uint8).reshape(facts["images"])
                 job.facts |= {name: facts[name] for name in ("seconds", "calls", "kept") if name in facts}
                 job.state = "cancelled" if facts["stopped"] else "done"
-            case "failed":
-                self._fail("draw", job, facts["error"])
 
     def _search(self, job: Drawing) -> None:
         assert job.pictures is not None
