@@ -193,7 +193,7 @@ class MPUNetModel(ConditionalNetwork):
         """Compute the network's output for images of about unit variance; see `UNetModel.forward`."""
         embedding = self.embed(c_noise, conditions, x.dtype)
         # A channel of ones replaces the biases, which would break unit magnitude.
-        shown = self._with_mask(x, conditions)
+        shown = self._with_images(x, conditions)
         h = self._laid_out(self.conv_in(torch.cat([shown, torch.ones_like(x[:, :1])], dim=1)))
         skips = [h]
         for block in self.down:

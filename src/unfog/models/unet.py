@@ -178,7 +178,7 @@ class UNetModel(ConditionalNetwork):
             RequestError: a condition was given to a network without an input for it.
         """
         embedding = self.embed(c_noise, conditions, x.dtype)
-        skips = [self._laid_out(self.conv_in(self._with_mask(x, conditions)))]
+        skips = [self._laid_out(self.conv_in(self._with_images(x, conditions)))]
         for level in self.down:
             skips += level(skips[-1], embedding, self._run)
         h: Tensor = skips[-1]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
+from unfog.data.columns.image_setting import split_images
 from unfog.data.columns.kinds import column_of
 from unfog.data.dataset import Dataset
 from unfog.data.settings import Data, parse_condition
@@ -52,10 +54,16 @@ def with_conditions(source: _Source, setting: str, warn: Callable[[str], None] =
 
 
 def resolved_condition(setting: str) -> str:
-    """Return `data.condition` with the absolute path of its table, if that is a file beside no source."""
+    """Return `data.condition` with absolute paths of its table, if that is a file beside no source, and its sources."""
     place, _ = parse_condition(setting)
     path = os.path.abspath(os.path.expanduser(place))
-    return path + setting[len(place) :] if place and os.path.isfile(path) else setting
+    if place and os.path.isfile(path):
+        setting = setting.replace(place, path, 1)
+    for name, (source, _) in split_images(setting)[0].second.items():
+        there = os.path.abspath(os.path.expanduser(source))
+        if os.path.exists(there):
+            setting = re.sub(rf"(?<![^,]){re.escape(f'{name}={source}')}(?=[:,]|$)", lambda _: f"{name}={there}", setting)  # noqa: B023
+    return setting
 
 
 def select_conditions(dataset: Dataset, settings: Data) -> Dataset:
@@ -64,6 +72,7 @@ def select_conditions(dataset: Dataset, settings: Data) -> Dataset:
     RequestError if it has not got a column, or has it of another kind.
     """
     _, wanted = parse_condition(settings.condition)
+    wanted |= {name: kind for name, (_, kind) in split_images(settings.condition)[0].second.items()}
     held = without_class(dataset.train.columns)
     for name, kind in wanted.items():
         if name not in held:
