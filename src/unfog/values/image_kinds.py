@@ -227,13 +227,19 @@ def as_floats(values: NDArray[Any]) -> NDArray[np.float32]:
     return floats
 
 
-def picture_text(values: NDArray[Any], name: str = "") -> str:
-    """Return a picture [C, H, W] as text, which stands for it in the conditions of samples."""
+class Picture(str):
+    """A picture as text, which stands for it in the conditions of samples: NAME|CxHxW|values."""
+
+    __slots__ = ()
+
+
+def picture_text(values: NDArray[Any], name: str = "") -> Picture:
+    """Return a picture [C, H, W] as text."""
     import numpy as np
 
     floats = np.ascontiguousarray(values, "<f4")
     shape = "x".join(map(str, floats.shape))
-    return f"{sanitize(name).replace('|', '_')}|{shape}|{base64.b64encode(floats.tobytes()).decode()}"
+    return Picture(f"{sanitize(name).replace('|', '_')}|{shape}|{base64.b64encode(floats.tobytes()).decode()}")
 
 
 def picture_of(text: str) -> NDArray[np.float32]:

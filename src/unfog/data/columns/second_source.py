@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from unfog.data.bit_depth import DeepImage
+from unfog.data.bit_depth import DeepImage, Ranges
 from unfog.data.columns.image_setting import split_images
 from unfog.data.decode import Fit, parse_colour, read_deep, upright_sides
 from unfog.data.decode_pool import (
@@ -207,17 +207,19 @@ def _image_column(one: SecondSource, size: Size, warn: Callable[[str], None], pr
 
 
 def _format_of(source: Source, size: Size) -> PixelFormat:
-    """Return the format of the images: bytes, or float32 for arrays whose values have no usual range."""
+    """Return the format of the images: bytes, or float32 in the units of the source for deeper values."""
     background = parse_colour(_BACKGROUND)
     try:
-        return PixelFormat(ImageFormat.of(colour_channels(False), size), background, find_ranges(source), True)
-    except RequestError:
-        first = source.read(0)
-        if not isinstance(first, np.ndarray):
-            raise
-        usual = STORED["float32"]
-        values = StoredValues("float32", usual.low, usual.high)
-        return PixelFormat(ImageFormat.of(first.shape[2] if first.ndim == 3 else 1, size, values), background)
+        deep = find_ranges(source) != Ranges()
+    except RequestError:  # values of no usual range
+        deep = True
+    first = source.read(0)
+    if not (deep or (isinstance(first, np.ndarray) and first.dtype != np.uint8)):
+        return PixelFormat(ImageFormat.of(colour_channels(False), size), background, Ranges(), True)
+    shape = (first.values if isinstance(first, DeepImage) else np.asarray(first)).shape
+    usual = STORED["float32"]
+    values = StoredValues("float32", usual.low, usual.high)
+    return PixelFormat(ImageFormat.of(shape[2] if len(shape) == 3 else 1, size, values), background)
 
 
 def _check_used(one: SecondSource, reasons: Counter[str], used: int, count: int, warn: Callable[[str], None]) -> None:
