@@ -99,8 +99,8 @@ def check_sample_size(config: Config) -> None:
         if one.statistics[1:3] != (float(config.image_format.height), float(config.image_format.width)):
             _, height, width = map(int, one.statistics[:3])
             raise RequestError(
-                f"size = {config.image_format.sides}: the condition {sanitize(one.name)} is an image of {width}x{height}, "
-                "and so are the samples; omit --size"
+                f"size = {config.image_format.sides}: the condition {sanitize(one.name)} is an image of "
+                f"{width}x{height}, and so are the samples; omit --size"
             )
     if config.network is not None:
         _, height, width = config.input_shape

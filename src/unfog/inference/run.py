@@ -27,8 +27,8 @@ from unfog.errors import RequestError
 from unfog.inference.guide import Guide, resolve_guidance
 from unfog.inference.loaded_run import FAR, LoadedRun, weights_digest
 from unfog.pipeline.edit_images import ImageInput, build_edit
-from unfog.pipeline.given_images import read_pictures
 from unfog.pipeline.generate import GenerationSettings, generate_batches
+from unfog.pipeline.given_images import read_pictures
 from unfog.pipeline.measurement import MeasureInput, Measurement, ObservedInput, build_measurement
 from unfog.process.device import available_memory
 from unfog.reporting.image_grids import Pixels

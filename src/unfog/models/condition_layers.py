@@ -120,7 +120,9 @@ class ImageInput(nn.Module):
                 place = torch.arange(labels, device=values.device)[:, None, None]
                 values = (values.nan_to_num(-1.0) == place).float()
             elif kind == "image":
-                low, high = (values.new_tensor(each)[:, None, None] for each in (ends[: len(ends) // 2], ends[len(ends) // 2 :]))
+                low, high = (
+                    values.new_tensor(each)[:, None, None] for each in (ends[: len(ends) // 2], ends[len(ends) // 2 :])
+                )
                 values = (values - low) * (2 / (high - low)) - 1
             parts += [torch.where(known, values, 0).to(x.dtype), (~known).to(x.dtype)]
         return torch.cat(parts, 1)

@@ -91,8 +91,8 @@ def _of_array(name: str, value: Any) -> Iterator[_Given]:
     array = array.astype(np.uint8) * 255 if array.dtype == bool else array
     if array.dtype.kind not in "uif" or array.ndim not in (2, 3, 4) or not array.size:
         raise RequestError(
-            f"given {name!r} is {array.dtype} {list(array.shape)}; give a file, a folder, or an array [H, W], [H, W, C] "
-            "or [n, H, W, C]"
+            f"given {name!r} is {array.dtype} {list(array.shape)}; give a file, a folder, or an array [H, W], "
+            "[H, W, C] or [n, H, W, C]"
         )
     if array.ndim == 3 and array.shape[2] > 4:
         array = array[..., None]  # several of one channel
@@ -203,7 +203,9 @@ def _sides(read: Callable[[], _Found]) -> tuple[int, int]:
 
 
 def _grey(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.float32]:
-    made: NDArray[np.float32] = made_of(_x0(config, _reader(given), config.image_format), "grey", 0, _no_draws)[0].numpy()
+    made: NDArray[np.float32] = made_of(_x0(config, _reader(given), config.image_format), "grey", 0, _no_draws)[
+        0
+    ].numpy()
     return made
 
 

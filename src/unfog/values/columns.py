@@ -76,8 +76,7 @@ def update_digest(digest: hashlib._Hash, columns: Mapping[str, Column]) -> None:
     import numpy as np
 
     for column in columns.values():
-        if made := getattr(column.values, "identity", ""):  # of the images, which have a digest of their own
-            digest.update(made.encode())
+        if getattr(column.values, "is_made", False):  # of the images, which have a digest of their own
             continue
         values = np.ascontiguousarray(column.values)
         if column.name != CLASS:  # digests of labels alone are older than other columns, and stay valid

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
@@ -59,11 +58,12 @@ def resolved_condition(setting: str) -> str:
     path = os.path.abspath(os.path.expanduser(place))
     if place and os.path.isfile(path):
         setting = setting.replace(place, path, 1)
+    words = setting.split(",")
     for name, (source, _) in split_images(setting)[0].second.items():
         there = os.path.abspath(os.path.expanduser(source))
         if os.path.exists(there):
-            setting = re.sub(rf"(?<![^,]){re.escape(f'{name}={source}')}(?=[:,]|$)", lambda _: f"{name}={there}", setting)  # noqa: B023
-    return setting
+            words = [word.replace(source, there, 1) if word.strip().startswith(f"{name}=") else word for word in words]
+    return ",".join(words)
 
 
 def select_conditions(dataset: Dataset, settings: Data) -> Dataset:

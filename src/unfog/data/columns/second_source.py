@@ -82,7 +82,9 @@ def _pair(source: Source, name: str, text: str, kind: str, warn: Callable[[str],
         warn(f"{said} has {unused:,} images without a partner, which are not used")
     if missing := len(partner) - found:
         first = source.names[int(np.flatnonzero(partner < 0)[0])]
-        warn(f"{said} has none for {missing:,} of {len(partner):,} images, such as {sanitize(first)}: not known of them")
+        warn(
+            f"{said} has none for {missing:,} of {len(partner):,} images, such as {sanitize(first)}: not known of them"
+        )
     _check_proportions(source, second, partner, said)
     return SecondSource(name, kind or _find_kind(second, partner), second, partner)
 
@@ -254,7 +256,9 @@ def _mask_column(one: SecondSource, size: Size, warn: Callable[[str], None], pro
         values[row, 0] = np.array(known, np.int8)[inverse.reshape(plane.shape)]
     _check_used(one, reasons, len(rows) - reasons.total(), len(rows), warn)
     if len(in_colour) > 1:
-        raise RequestError(f"condition {one.name}: some masks are in colour, and others are not; save all of them alike")
+        raise RequestError(
+            f"condition {one.name}: some masks are in colour, and others are not; save all of them alike"
+        )
     if len(numbers) < 2:
         raise RequestError(f"condition {one.name}: all masks have one value, and so say nothing; leave it out")
     labels = sorted(numbers)
