@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -189,7 +190,7 @@ def _degraded(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.f
     format, factor, read = config.image_format, int(facts.statistics[3]), _reader(given)
     width, height = _sides(read)
     if (height, width) == (format.height // factor, format.width // factor):
-        small = ImageFormat.of(format.channels, size_of(height, width), format.values)
+        small = replace(format, height=height, width=width)
         x = enlarged(_x0(config, read, small), format.height, format.width)
     else:
         x = made_of(_x0(config, read, format), "degrade", factor, _no_draws)
