@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from unfog.data.augmentation import Augment, AugmentTogether
+from unfog.data.augmentation import Augment, AugmentWithConditions
 from unfog.data.columns.image_setting import split_images
 from unfog.data.columns.made import add_made, without_made
 from unfog.data.prepare import prepare
@@ -186,7 +186,7 @@ def test_a_mask_moves_with_its_image(settings):
     twin[0, :, :8] = np.nan
     columns = [Column("mask", "mask", mask, ("no", "yes")), Column("twin", "image", twin)]
     augment = Augment.from_settings(Data(size=32, channels=1, **settings))
-    together = AugmentTogether(augment, facts_of(columns))
+    together = AugmentWithConditions(augment, facts_of(columns))
     torch.manual_seed(0)
     x0, told = together.with_conditions(pixels, conditions_of(columns))
     torch.manual_seed(0)
@@ -208,7 +208,7 @@ def test_made_conditions_are_those_of_the_augmented_image():
         Column(name, name, type("Values", (), {"shape": (8, channels, 8, 8), "factor": 4}))
         for name, channels in (("degrade", 3), ("grey", 1), ("hole", 3))
     )
-    together = AugmentTogether(Augment(flip=True), facts)
+    together = AugmentWithConditions(Augment(flip=True), facts)
     torch.manual_seed(0)
     x0, told = together.with_conditions(pixels, Conditions())
     degraded, grey, hole = told.image.split([3, 1, 3], 1)
@@ -251,5 +251,5 @@ def test_pictures_of_samples_are_texts():
     assert format.untold(given) == []
     assert format.untold(format.usual) == ["twin"]
     assert format.conditions(format.usual, [0]).image.isnan().all()
-    with pytest.raises(RequestError, match="no picture"):
+    with pytest.raises(RequestError, match="not a picture"):
         format.parse({"twin": [3]})

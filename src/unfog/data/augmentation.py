@@ -125,7 +125,7 @@ class Augment:
 
 
 @dataclass(frozen=True)
-class AugmentTogether:
+class AugmentWithConditions:
     """An augmentation, and the conditions that are images: they move with their image, or are made of the result.
 
     Args:

@@ -112,14 +112,14 @@ def _only_stored_shapes() -> Iterator[None]:
 def build_augmentation(config: Config) -> Augmentation:
     """Return the transform of training: augmentation of pixels, or normalisation of stored latents.
 
-    With conditions that are images it is an `AugmentTogether`.
+    With conditions that are images it is an `AugmentWithConditions`.
     """
     augment = config.representation.augmentation()
     if images := image_columns(config.columns):
-        from unfog.data.augmentation import Augment, AugmentTogether
+        from unfog.data.augmentation import Augment, AugmentWithConditions
 
         assert isinstance(augment, Augment), "images are conditions of pixels alone"
-        return AugmentTogether(augment, tuple(images))
+        return AugmentWithConditions(augment, tuple(images))
     return augment
 
 

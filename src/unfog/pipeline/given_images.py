@@ -61,7 +61,7 @@ def read_pictures(config: Config, given: Mapping[str, object], most: int) -> Map
 
 
 def _each(name: str, value: object, most: int) -> Sequence[_Given | Picture]:
-    """Return the pictures that a value stands for, `most` at most. RequestError if it is no picture."""
+    """Return the pictures that a value stands for, `most` at most. RequestError if it is another value."""
     found = list[_Given | Picture]()
     for one in _parts(name, value):
         found.extend([one] if isinstance(one, _Given | Picture) else _of_text(name, one, most))
@@ -186,7 +186,7 @@ def _x0(config: Config, read: Callable[[], _Found], format: ImageFormat) -> torc
 
 
 def _degraded(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.float32]:
-    """Return a picture of the low resolution as it is, and a larger one made smaller."""
+    """Return a picture of the low resolution enlarged, and a larger one made smaller before."""
     format, factor, read = config.image_format, int(facts.statistics[3]), _reader(given)
     width, height = _sides(read)
     if (height, width) == (format.height // factor, format.width // factor):

@@ -24,7 +24,7 @@ LossFunction = Callable[[nn.Module, Tensor, Conditions], Loss]
 
 def augmented(augment: Augmentation, pixels: Tensor, conditions: Conditions) -> tuple[Tensor, Conditions]:
     """Return the images of a batch as the network sees them, and their conditions, moved and completed with them."""
-    together = getattr(augment, "with_conditions", None)  # of `AugmentTogether`
+    together = getattr(augment, "with_conditions", None)  # of `AugmentWithConditions`
     if together is not None:
         both: tuple[Tensor, Conditions] = together(pixels, conditions)
         return both

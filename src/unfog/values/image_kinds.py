@@ -90,13 +90,13 @@ class ImageKind(ConditionKind):
     def parse(self, facts: ColumnFacts, word: object) -> str:
         """Return a picture that `picture_text` wrote. RequestError for anything else."""
         if not isinstance(word, str) or word.count("|") != 2:
-            raise RequestError(f"{facts.name} = {word!r:.60} is no picture; give a file, a folder or an array")
-        if word != _not_told(facts) and (shape := _shape_of(word)) != self.shape(facts):
+            raise RequestError(f"{facts.name} = {word!r:.60} is not a picture; give a file, a folder or an array")
+        if word != _hidden(facts) and (shape := _shape_of(word)) != self.shape(facts):
             raise RequestError(f"{facts.name}: the picture has {shape}, and this run needs {self.shape(facts)}")
         return word
 
     def usual(self, facts: ColumnFacts) -> tuple[str, ...]:
-        return (_not_told(facts),)
+        return (_hidden(facts),)
 
     def listed(self, values: NDArray[Any]) -> tuple[str, ...]:
         return tuple(picture_text(each) for each in as_floats(values))
@@ -256,5 +256,5 @@ def _shape_of(text: str) -> tuple[int, ...]:
     return tuple(int(side) for side in text.split("|")[1].split("x"))
 
 
-def _not_told(facts: ColumnFacts) -> str:
+def _hidden(facts: ColumnFacts) -> str:
     return f"{_NOT_TOLD}|{'x'.join(str(int(side)) for side in facts.statistics[:3])}|"
