@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ class _Given(NamedTuple):
     read: Callable[[], _Found]
 
 
-def read_pictures(config: Config, given: Mapping[str, object], most: int) -> Mapping[str, object]:
+def read_pictures(config: Config, given: Any, most: int) -> Mapping[str, object]:
     """Return requested conditions with pictures in place of files, folders and arrays; others are unchanged.
 
     Args:
@@ -51,10 +51,11 @@ def read_pictures(config: Config, given: Mapping[str, object], most: int) -> Map
 
     RequestError if one cannot be read, or does not suit its column.
     """
-    if not isinstance(given, Mapping):
-        return given
+    images = image_columns(config.columns)
+    if not (images and isinstance(given, Mapping)):
+        return cast(Mapping[str, object], given)  # which the conditions check
     changed = dict(given)
-    for facts in image_columns(config.columns):
+    for facts in images:
         if facts.name in given:
             changed[facts.name] = [_picture(config, facts, one) for one in _each(facts.name, given[facts.name], most)]
     return changed
@@ -171,8 +172,9 @@ def _reader(given: _Given) -> Callable[[], _Found]:
 
     def read() -> _Found:
         found = given.read()
-        of_bytes = isinstance(found, np.ndarray) and found.dtype == np.uint8 and found.shape[2] in (1, 3, 4)
-        return to_pillow(found) if of_bytes else found
+        if isinstance(found, np.ndarray) and found.dtype == np.uint8 and found.shape[2] in (1, 3, 4):
+            return to_pillow(found)
+        return found
 
     return read
 
@@ -212,7 +214,7 @@ def _grey(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.float
 
 def _holed(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.float32]:
     """Return a picture with NaN where it is transparent, or NaN in an array."""
-    found = given.read()
+    found, missing = given.read(), np.zeros(0, np.bool_)
     if isinstance(found, Image.Image):
         missing = np.asarray(found.convert("RGBA").getchannel("A")) < _OPAQUE
     else:
@@ -221,7 +223,7 @@ def _holed(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.floa
         missing = ~np.isfinite(values).all(2)
         if values.shape[2] == config.image_format.channels + 1:  # its last channel says what is known
             alpha, values = values[..., -1], values[..., :-1]
-            missing |= ~(alpha >= (_OPAQUE if values.dtype.kind in "ui" else 0.5))
+            missing = missing | ~(alpha >= (_OPAQUE if values.dtype.kind in "ui" else 0.5))
         known = values[~missing]
         found = np.where(missing[..., None], known.min() if known.size else 0, values).astype(values.dtype)
     if not missing.any() or missing.all():

@@ -84,5 +84,5 @@ def add_made(dataset: Dataset) -> Dataset:
 
 def without_made(images: ImageSet) -> ImageSet:
     """Return the set without the columns that are made of its images."""
-    kept = {name: column for name, column in images.columns.items() if not isinstance(column.values, MadeValues)}
+    kept = {name: column for name, column in images.columns.items() if not getattr(column.values, "is_made", False)}
     return images if len(kept) == len(images.columns) else replace(images, columns=kept)

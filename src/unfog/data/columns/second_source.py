@@ -261,12 +261,12 @@ def _mask_column(one: SecondSource, size: Size, warn: Callable[[str], None], pro
         )
     if len(numbers) < 2:
         raise RequestError(f"condition {one.name}: all masks have one value, and so say nothing; leave it out")
-    labels = sorted(numbers)
+    ordered = sorted(numbers)
     place = np.zeros(len(numbers) + 1, np.int8)
     place[-1] = -1
-    for new, label in enumerate(labels):
+    for new, label in enumerate(ordered):
         place[numbers[label]] = new
-    names = tuple(label_name(label, True in in_colour) for label in labels)
+    names = tuple(label_name(label, True in in_colour) for label in ordered)
     return Column(one.name, "mask", place[values], names)
 
 
