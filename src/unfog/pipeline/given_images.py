@@ -206,24 +206,23 @@ def _sides(read: Callable[[], _Found]) -> tuple[int, int]:
 
 
 def _grey(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.float32]:
-    made: NDArray[np.float32] = made_of(_x0(config, _reader(given), config.image_format), "grey", 0, _no_draws)[
-        0
-    ].numpy()
+    x0 = _x0(config, _reader(given), config.image_format)
+    made: NDArray[np.float32] = made_of(x0, "grey", 0, _no_draws)[0].numpy()
     return made
 
 
 def _holed(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.float32]:
     """Return a picture with NaN where it is transparent, or NaN in an array."""
-    found, missing = given.read(), np.zeros(0, np.bool_)
+    found, missing = given.read(), np.zeros((0, 0), np.bool_)
     if isinstance(found, Image.Image):
         missing = np.asarray(found.convert("RGBA").getchannel("A")) < _OPAQUE
     else:
         values = found if isinstance(found, np.ndarray) else found.values
         values = values[..., None] if values.ndim == 2 else values
-        missing = ~np.isfinite(values).all(2)
+        missing = np.asarray(~np.isfinite(values).all(2))
         if values.shape[2] == config.image_format.channels + 1:  # its last channel says what is known
             alpha, values = values[..., -1], values[..., :-1]
-            missing = missing | ~(alpha >= (_OPAQUE if values.dtype.kind in "ui" else 0.5))
+            missing |= np.asarray(alpha < (_OPAQUE if values.dtype.kind in "ui" else 0.5)) | np.isnan(alpha)
         known = values[~missing]
         found = np.where(missing[..., None], known.min() if known.size else 0, values).astype(values.dtype)
     if not missing.any() or missing.all():

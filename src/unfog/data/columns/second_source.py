@@ -320,6 +320,8 @@ def labels_of_image(
             values = np.asarray(ImageOps.exif_transpose(found.convert("RGB") if _is_coloured(found) else _plain(found)))
     else:
         values = found.values if isinstance(found, DeepImage) else found
+    if values.dtype.kind == "f" and not (np.isfinite(values) & (values == np.round(values))).all():
+        raise ValueError("values that are not whole numbers")
     if values.ndim == 3 and values.shape[2] in (1, 2):
         values = values[..., 0]
     if values.ndim == 3 and values.shape[2] in (3, 4):
@@ -327,8 +329,6 @@ def labels_of_image(
         return red * 65536 + green * 256 + blue, True
     if values.ndim != 2:
         raise ValueError(f"a mask of shape {list(values.shape)}")
-    if values.dtype.kind == "f" and not (np.isfinite(values) & (values == np.round(values))).all():
-        raise ValueError("values that are not whole numbers")
     return values.astype(np.int64), False
 
 
