@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 SHOWN = 10
+GREY = 2.0  # of 255, mean distance of channels from their mean, up to which an image is left out
 
 
 def psnr(pictures: NDArray[np.float64], truth: NDArray[np.uint8]) -> NDArray[np.float64]:
@@ -41,7 +42,9 @@ def main() -> None:
     run = unfog.load(asked.run)
     kind = run.config.columns[0].kind
     images = add_made(prepare(open_source(run.config.source), run.config.data)).held_out
-    rows = np.linspace(0, len(images) - 1, min(asked.images, len(images))).astype(np.int64)
+    spread = np.abs(images.pixels.astype(np.int64) - images.pixels.mean(1, keepdims=True)).mean((1, 2, 3))
+    rows = np.flatnonzero(spread > GREY)  # grey images have nothing to colour
+    rows = rows[np.linspace(0, len(rows) - 1, min(asked.images, len(rows))).astype(np.int64)]
     truth = images.pixels[rows].transpose(0, 2, 3, 1)
     made = images.columns[kind].values[rows].transpose(0, 2, 3, 1)
     given = ((made + 1) * 127.5).clip(0, 255).repeat(truth.shape[-1] // made.shape[-1], -1)
