@@ -101,9 +101,12 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
 
     stored = stored.with_view(request.view) if request.view else stored
     format = stored.conditions
-    asked = format.with_label(format.read_words(request.given), request.label)
+    prompts = request.read_prompts()
+    asked = format.with_prompts(format.with_label(format.read_words(request.given), request.label), prompts)
     asked = read_pictures(stored, asked, request.n)
     format.parse(asked)  # before the weights are read
+    if len(prompts) > request.n:
+        say(f"  the first {request.n:,} of {len(prompts):,} prompts are drawn; -n {len(prompts)} draws all of them")
     # Before the weights too: a file that cannot be read should not take a minute to be found.
     edit = build_edit(stored, request.image, request.mask, request.strength, request.repeats)
     steps = edit.steps(sampler.steps) if edit else sampler.steps

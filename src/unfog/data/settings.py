@@ -13,7 +13,8 @@ from unfog.data.columns.image_setting import check_conditions_of_images, split_i
 from unfog.errors import RequestError
 from unfog.settings import AUTO, check_bounds, is_auto, setting
 from unfog.text import suggest
-from unfog.values.columns import name_problem
+from unfog.values.columns import CLASS, name_problem
+from unfog.values.condition_kinds import KINDS
 from unfog.values.image_format import (
     BYTES,
     CHANNELS,
@@ -36,9 +37,10 @@ KeptType = Literal["uint16", "float32", "float16"]
 
 LABELS = (AUTO, "folders", "none")
 # Values of `Data.labels`, and suffixes of the tables that it may name instead.
-TABLES = (".csv", ".tsv", ".jsonl", ".ndjson")
-CONDITION_KINDS = ("number", "category", "several", "vector")
-_TABLE = re.compile(r"(.*\.(?:csv|tsv|jsonl|ndjson))(?::(.+))?", re.IGNORECASE | re.DOTALL)
+TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
+TEXT_NAMES = ("text", "caption", "captions", "prompt")
+"""Names of columns whose cells are captions."""
+_TABLE = re.compile(r"(.*\.(?:csv|tsv|jsonl|ndjson|parquet))(?::(.+))?", re.IGNORECASE | re.DOTALL)
 
 
 def _floats(values: Iterable[float]) -> tuple[float, ...]:
@@ -315,7 +317,7 @@ def table_and_columns(labels: str) -> tuple[str, tuple[str, str]]:
     close = difflib.get_close_matches(labels, LABELS, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise RequestError(
-        f"labels = {labels!r} is not auto, folders, none, or a .csv or .jsonl file, with columns as in "
+        f"labels = {labels!r} is not auto, folders, none, or a .csv, .jsonl or .parquet file, with columns as in "
         f't.csv:file,label (a name with a comma in quotes: t.csv:"file, name",label){hint}'
     )
 
@@ -333,8 +335,9 @@ def parse_condition(condition: str) -> tuple[str, dict[str, str]]:
     for word in ((match[2] or "") if match else condition).split(","):
         name, colon, kind = word.strip().rpartition(":")
         name, kind = (name, kind) if colon else (kind, "")
-        if colon and kind not in CONDITION_KINDS:
-            raise RequestError(f"condition = {word.strip()!r}: {kind!r} is not a kind{suggest(kind, CONDITION_KINDS)}")
+        kinds = [each for each in KINDS if each != CLASS]
+        if colon and kind not in kinds:
+            raise RequestError(f"condition = {word.strip()!r}: {kind!r} is not a kind{suggest(kind, kinds)}")
         if problem := name_problem(name, kind or "number"):
             raise RequestError(
                 f"condition = {condition!r} is not COLUMN,COLUMN, TABLE:COLUMN or COLUMN:KIND, of a column"

@@ -134,6 +134,7 @@ class Run(LoadedRun):
         n: int = 16,
         *,
         label: Sequence[str | int] | str | int = (),
+        prompt: Sequence[str] | str | None = None,
         given: Mapping[str, object] | None = None,
         guide: Guide | None = None,
         image: ImageInput | None = None,
@@ -154,6 +155,7 @@ class Run(LoadedRun):
 
         Args:
             label: class names (text) or numbers (integers, from 0) that the images cycle through; () is all classes.
+            prompt: captions that the images cycle through, of a run on captions.
             given: conditions by the names of columns, such as {"age": [20, 30]}, in the units of the images' source;
                 a sequence is cycled through. {"class": "cat"} is the same as label="cat". An image is a file, a
                 folder, or an array [H, W], [H, W, C] or [n, H, W, C].
@@ -181,7 +183,9 @@ class Run(LoadedRun):
         """
         run, samples = self.at_size(size), list[Pixels]()
         settings |= {"measure": measure, "observed": observed, "noise": noise}
-        prepared = run.prepare(n, label=label, given=given, guide=guide, image=image, mask=mask, **settings)
+        prepared = run.prepare(
+            n, label=label, prompt=prompt, given=given, guide=guide, image=image, mask=mask, **settings
+        )
         for numbers, batch in run.draw(prepared, observe):
             samples.append(batch)
             progress(numbers.stop)
@@ -203,6 +207,7 @@ class Run(LoadedRun):
         n: int = 16,
         *,
         label: Sequence[str | int] | str | int = (),
+        prompt: Sequence[str] | str | None = None,
         given: Mapping[str, object] | None = None,
         guide: Guide | None = None,
         image: ImageInput | None = None,
@@ -222,7 +227,8 @@ class Run(LoadedRun):
             request = _of_posterior(request, guide, image)
         conditions = self.config.conditions
         # An observed image may be of any class, which a network learns where labels are dropped at times.
-        asked = read_pictures(self.config, conditions.with_label(given, label), request.n)
+        asked = conditions.with_prompts(conditions.with_label(given, label), prompt)
+        asked = read_pictures(self.config, asked, request.n)
         unconditional = measurement is not None and asked == {} and self.config.label_dropout > 0
         generation = GenerationSettings(
             request.n,

@@ -16,6 +16,7 @@ from typing import Protocol
 from unfog.config.schema import Config, ImageFacts
 from unfog.config.toml import to_toml
 from unfog.data.buckets.prepare import BucketChoice, prepare_buckets
+from unfog.data.columns.captions import has_caption_files
 from unfog.data.columns.conditions import resolved_condition
 from unfog.data.columns.made import add_made
 from unfog.data.dataset import Dataset
@@ -228,6 +229,8 @@ def _report(config: Config, source: Source, dataset: Dataset, few: bool) -> None
     if source.found:
         say(f"  {source.found}")
     say(dataset.report.line())
+    if not config.data.condition and has_caption_files(source):
+        say("  text files lie beside the images, and are not used: --condition text learns them as captions")
     if dataset.placement and not few:
         say(f"  cache: {dataset.placement}")
     packed = type(source).decoded_dataset is not Source.decoded_dataset  # then the size was chosen long ago

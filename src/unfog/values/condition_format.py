@@ -14,10 +14,16 @@ from unfog.values.condition_kinds import KINDS, ColumnFacts, ConditionKind, Span
 from unfog.values.image_kinds import FIELD, IMAGE_KINDS, image_columns
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from unfog.values.conditions import Conditions
 
+TEXT = "text"
+"""Name of the kind of columns that hold texts."""
+TEXT_HEAD = 32
+"""Channels of one attention head of the encoder of texts, a divisor of its width."""
 KINDS.update(IMAGE_KINDS)  # here, as their module needs the base that the module of `KINDS` has
 
 AUGMENT_INPUTS = 9
@@ -27,8 +33,11 @@ Given: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
 _LONGEST_CYCLE = 1000  # names of samples that columns of different lengths have together
 
 
-def conditions_of(columns: Iterable[Column]) -> Conditions:
-    """Return the conditions of B images from their columns, with values [B, …], on the CPU."""
+def conditions_of(columns: Iterable[Column], turn: NDArray[np.int64] | None = None) -> Conditions:
+    """Return the conditions of B images from their columns, with values [B, …], on the CPU.
+
+    `turn` [B] picks one of several captions of each image; None picks the first.
+    """
     from unfog.values.conditions import Conditions
 
     parts: dict[str, list[NDArray[Any]]] = {}
@@ -36,7 +45,7 @@ def conditions_of(columns: Iterable[Column]) -> Conditions:
     for column in sorted(columns, key=lambda each: each.name):
         kind = kind_of(column.kind)
         makers.setdefault(kind.field, kind)
-        parts.setdefault(kind.field, []).append(column.values)
+        parts.setdefault(kind.field, []).append(kind.pick(column.values, turn))
     return Conditions(**{field: makers[field].tensor(values) for field, values in parts.items()})
 
 
@@ -52,11 +61,17 @@ class ConditionFormat:
     """Facts on all columns but the class, in the order of their names."""
     mask_channels: int = 0
     """Channels of `Conditions.known`, as many as the image has; 0 if all values are known."""
+    text_layers: int = 0
+    """Layers of the encoder of texts, if a column holds texts."""
+    text_width: int = 0
+    """Its width."""
 
     def __post_init__(self) -> None:
         names = [one.name for one in self.columns]
         if CLASS in names or len({*names}) < len(names):
             raise RequestError(f"columns = {', '.join(names)} must have other names than {CLASS}, and each its own")
+        if len(texts := [one.name for one in self.columns if one.kind == TEXT]) > 1:
+            raise RequestError(f"columns {' and '.join(texts)} are captions, and a run has one such column")
 
     @classmethod
     def numbered(cls, classes: int = 0, augment_inputs: int = 0) -> ConditionFormat:
@@ -67,6 +82,11 @@ class ConditionFormat:
     def facts(self) -> tuple[ColumnFacts, ...]:
         """Facts on all columns, the class first."""
         return (*([ColumnFacts(CLASS, CLASS, tuple(self.classes))] if self.classes else []), *self.columns)
+
+    @property
+    def text(self) -> ColumnFacts | None:
+        """Facts on the column of texts, of which there is at most one; None without it."""
+        return next((one for one in self.columns if one.kind == TEXT), None)
 
     @property
     def _facts_by_name(self) -> dict[str, ColumnFacts]:
@@ -92,15 +112,30 @@ class ConditionFormat:
     @property
     def spans(self) -> tuple[Span, ...]:
         """Places of the values of each condition in `Conditions`, the class first; () without other columns."""
-        if not self.columns:
-            return ()
-        places, ends = list[Span](), dict[str, int]()
+        return tuple(self.places.values()) if self.columns else ()
+
+    @property
+    def places(self) -> dict[str, Span]:
+        """Place of the values of each condition in `Conditions` by its name, the class first."""
+        places, ends = dict[str, Span](), dict[str, int]()
         for one in self.facts:
             kind = kind_of(one.kind)
             start = ends.get(kind.field, 0)
             ends[kind.field] = start + kind.width(one)
-            places.append((kind.field, start, ends[kind.field]))
-        return tuple(places)
+            places[one.name] = (kind.field, start, ends[kind.field])
+        return places
+
+    def arguments(self, told: Conditions) -> dict[str, Tensor | None]:
+        """Return the conditions of images by name of column, as somebody's own network takes them; without the class.
+
+        See `ConditionKind.argument`. An absent condition is None.
+        """
+        found: dict[str, Tensor | None] = {}
+        for one, (name, start, stop) in zip(self.facts, self.spans):
+            values = getattr(told, name)
+            if one.name != CLASS:
+                found[one.name] = None if values is None else kind_of(one.kind).argument(one, values[:, start:stop])
+        return found
 
     def concerns(self, given: Given) -> list[str]:
         """Return why samples with these conditions may be poor, such as a number that no training image is near to."""
@@ -171,6 +206,17 @@ class ConditionFormat:
             raise RequestError(f"label = {words[0]!r}, but this run has no classes; omit --label")
         return {**given, CLASS: words}
 
+    def with_prompts(self, given: Mapping[str, object], prompts: object) -> Mapping[str, object]:
+        """Return the requested conditions, with captions that samples cycle through. None and () request nothing."""
+        words = [] if prompts is None else _words(prompts)
+        if not words or not isinstance(given, Mapping):  # `parse` refuses the latter
+            return given
+        if self.text is None:
+            raise RequestError("a prompt needs a run that learned captions, by --condition text; omit it")
+        if self.text.name in given:
+            raise RequestError(f"prompt and given {self.text.name!r} are the same; give one of them")
+        return {**given, self.text.name: words}
+
     def read_words(self, words: Iterable[str]) -> dict[str, object]:
         """Parse the conditions of a command line, such as "age=60" or "class=cat,dog"."""
         known, given = self._facts_by_name, dict[str, object]()
@@ -180,27 +226,32 @@ class ConditionFormat:
                 raise RequestError(f"given {word!r} must be NAME=VALUE, or NAME=VALUE,VALUE to cycle through values")
             if name in given:
                 raise RequestError(f"given {name!r} comes twice; separate its values by commas: {name}=VALUE,VALUE")
-            # A comma may be part of the name of a category.
-            whole = name in known and (text in known[name].categories or kind_of(known[name].kind).field == FIELD)
+            # A comma may be part of the name of a category, of a caption, and of a path.
+            one = known.get(name)
+            whole = one is not None and (one.kind == TEXT or kind_of(one.kind).field == FIELD or text in one.categories)
             given[name] = [text] if whole else text.split(",")
         return given
 
     def rows(self, columns: Iterable[Column], rows: Any) -> Given:
         """Return the conditions of the images at these rows. Columns that the run does not have are left out."""
         known = self._facts_by_name
-        wanted = ((one, kind_of(known[one.name].kind)) for one in columns if one.name in known)
-        return tuple((one.name, kind.listed(one.values[rows])) for one, kind in wanted)
+        wanted = ((one, kind_of(one.kind)) for one in columns if one.name in known)
+        return tuple((one.name, kind.listed(kind.pick(one.values[rows], None))) for one, kind in wanted)
 
     def names(self, given: Given, count: int) -> list[str]:
-        """Return names that samples cycle through: the class alone, or all conditions, such as "age=60 class=cat"."""
+        """Return names that samples cycle through: the class alone, or all conditions, such as "age=60 class=cat".
+
+        A caption is without the name of its column.
+        """
         facts = self._facts_by_name
+        named = {one.name for one in self.facts if one.kind != TEXT} if self.columns else ()
         lengths = [len(values) for _, values in given] or [0]
         cycle = min(math.lcm(*lengths), max(*lengths, count, _LONGEST_CYCLE))
 
         def name(i: int) -> str:
             each = ((facts[one], values[i % len(values)]) for one, values in given)
             shown = [(one.name, kind_of(one.kind).show(one, value)) for one, value in each]
-            return " ".join(f"{one}={text}" if self.columns else text for one, text in shown if text)
+            return " ".join(f"{one}={text}" if one in named else text for one, text in shown if text)
 
         return [name(i) for i in range(cycle)]
 

@@ -5,7 +5,7 @@ A new kind of condition is a field here, a class in `condition_kinds`, and a par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -121,6 +121,17 @@ class Conditions(NamedTuple):
                 which = which[:, None] & (place >= start) & (place < stop)
                 which = which.reshape(*which.shape, *(1 for _ in each.shape[2:]))
             changed[name] = each.masked_fill(which, _NOT_TOLD[name])
+        return self._replace(**changed)
+
+    def taking(self, spans: Iterable[Span], other: Conditions) -> Conditions:
+        """Return the conditions with the values at these places taken from other ones, of as many images."""
+        changed = dict[str, Tensor]()
+        for name, start, stop in spans:
+            mine, theirs = changed.get(name, getattr(self, name)), getattr(other, name)
+            if mine is None or theirs is None:
+                continue
+            whole = mine.ndim == 1
+            changed[name] = theirs if whole else torch.cat([mine[:, :start], theirs[:, start:stop], mine[:, stop:]], 1)
         return self._replace(**changed)
 
     def label_or(self, null: int) -> Tensor | None:

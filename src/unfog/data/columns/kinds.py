@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from unfog.data.sources.label_tables import normalize_label
 from unfog.errors import RequestError
 from unfog.text import sanitize
 from unfog.values.columns import Column
-from unfog.values.condition_kinds import MOST_CATEGORIES, MOST_NUMBERS, split_several
+from unfog.values.condition_kinds import MOST_CATEGORIES
+from unfog.values.condition_words import MOST_NUMBERS, split_several
 
 _EMPTY = frozenset(["", "na", "n/a", "nan", "null"])
 # Texts of which fewer than two images have each cannot be categories, from so many different ones on.
@@ -37,7 +39,7 @@ def column_of(name: str, cells: Sequence[Any], names: Sequence[str], kind: str =
     Raises:
         RequestError: the cells are of mixed types, all equal, unknown, nearly unique texts, or names of files.
     """
-    values = [_value(cell) for cell in cells]
+    values = [cell_value(cell) for cell in cells]
     known = [value for value in values if value is not None]
     if not known:
         raise _refused(name, "is empty for all images")
@@ -45,16 +47,17 @@ def column_of(name: str, cells: Sequence[Any], names: Sequence[str], kind: str =
     return _MAKERS[kind](name, values, names)
 
 
-def _value(cell: Any) -> _Cell:
+def cell_value(cell: Any) -> _Cell:
     """Return a cell as a number, a text or a list; None if it is not known."""
     if isinstance(cell, bool):
         return str(cell).lower()
-    if isinstance(cell, int | float):
-        return None if math.isnan(cell) else float(cell)
+    if isinstance(cell, int | float | Decimal):
+        return None if math.isnan(cell) else _float(cell)
     if isinstance(cell, list | tuple):
         return tuple(cell)
     if not isinstance(cell, str):
-        return None if cell is None else json.dumps(cell, sort_keys=True)
+        # Such as the dates and the dictionaries of a parquet file.
+        return None if cell is None else json.dumps(cell, sort_keys=True, default=str)
     text = cell.strip()
     if text.startswith("[") and text.endswith("]"):
         try:
@@ -62,6 +65,13 @@ def _value(cell: Any) -> _Cell:
         except (ValueError, RecursionError):
             return text
     return None if text.casefold() in _EMPTY else text
+
+
+def _float(value: float | Decimal) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf  # which is refused, with the name of its image
 
 
 def _number(value: _Cell) -> float | None:
@@ -204,7 +214,10 @@ def _check_names(
         raise _refused(name, f"holds names of files, such as {_shown(next(iter(counts)))}")
     if len(counts) > max(_FEW, _UNIQUE * known) or len(counts) > MOST_CATEGORIES:
         few = "most of which no two images share" if len(counts) > _UNIQUE * known else f"over {MOST_CATEGORIES:,}"
-        raise _refused(name, f"has {len(counts):,} different values for {known:,} images, {few}; group them")
+        raise RequestError(
+            f"the column {sanitize(name)} has {len(counts):,} different values for {known:,} images, {few}, and cannot "
+            f"be a category; if these are captions, take {sanitize(name)}:text, else group them"
+        )
 
 
 def _sorted(counts: Counter[str]) -> tuple[str, ...]:

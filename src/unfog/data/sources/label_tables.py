@@ -1,4 +1,4 @@
-"""Read a label table, a CSV or JSONL file with a column of file names and one of classes, and match it to images."""
+"""Read a table, a CSV, JSONL or parquet file with a column of file names and others, and match it to images."""
 
 from __future__ import annotations
 
@@ -13,21 +13,29 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from unfog.data.settings import TEXT_NAMES
 from unfog.data.sources.base import ImageError, LabelTable, Source
 from unfog.data.sources.folder import normalize_path
 from unfog.data.sources.image_files import SUFFIXES, os_error_reason
-from unfog.errors import RequestError
+from unfog.errors import RequestError, install_command
 from unfog.text import not_utf8, sanitize, suggest
 
-_FILE_COLUMNS = (
+FILE_COLUMNS = (
     *("file_name", "filename", "file", "filepath", "file_path", "path"),
     *("image", "image_name", "image_path", "img", "name", "id"),
 )
 # Names of the two columns, in lower case; the first one that a table has counts.
 _LABEL_COLUMNS = ("label", "class", "category", "cls", "class_name", "label_name", "target", "class_id", "label_id")
+_BATCH, _MOST_UNPACKED = 256, 2**30  # rows of a parquet file that are read at once, and bytes of those columns
 _COMPARED, _LONGEST_HINT = 1000, 300  # columns that a name is compared with, and characters of what they are called
+# Of files that hold several images, which a row may name without them.
+_SCAN_SUFFIXES = (".nii.gz", ".nii", ".dcm", ".dicom", ".ima", ".fits", ".fit", ".fts")
 _SHARD = re.compile(r"\.tar/", re.IGNORECASE)
 _WHOLE_NUMBER = re.compile(r"-?[0-9]{1,18}")
+
+
+class MissingColumnError(RequestError):
+    """A table lacks a column that was asked for, or there is no table."""
 
 
 def strip_shard(name: str) -> str:
@@ -50,18 +58,21 @@ def sort_labels(labels: set[str]) -> list[str]:
     return sorted(labels, key=int if all(map(_WHOLE_NUMBER.fullmatch, labels)) else None)
 
 
-def read_table(table: LabelTable, second_names: Mapping[str, str] | None = None) -> tuple[dict[str, str], str]:
-    """Return (file name -> label, "" if it is empty; a digest of the file). Raises RequestError if it is unfit.
+def read_table(table: LabelTable, second_names: Mapping[str, str] | None = None) -> tuple[dict[str, str], str, str]:
+    """Return (file name -> label, "" if it is empty; a digest of the file; the name of the column of labels).
 
-    A file in a folder of `second_names` is named as `Source.names` has it.
+    A file in a folder of `second_names` is named as `Source.names` has it. Raises RequestError if the table is unfit.
     """
-    found, content = _read(
-        table,
-        lambda header: _find_columns(header, table),  # before dict(zip()) would drop one of two columns
-        lambda rows: _collect_labels(rows, table, second_names or {}),
-    )
+    chosen = list[str]()
+
+    def choose(header: Sequence[str]) -> tuple[str, str]:
+        chosen[:] = columns = _find_columns(header, table)
+        return columns
+
+    found, content = _read(table, choose, lambda rows: _collect_labels(rows, table, choose, second_names or {}))
     # Without columns, as the digest was before they could be named.
-    return found, hashlib.sha256(content + "\n".join(table.columns).encode() * any(table.columns)).hexdigest()
+    digest = hashlib.sha256(content + "\n".join(table.columns).encode() * any(table.columns)).hexdigest()
+    return found, digest, chosen[-1]
 
 
 def read_cells(
@@ -81,18 +92,25 @@ def read_cells(
 _Found = TypeVar("_Found", bound=Mapping[str, Any])
 
 
+_Choose = Callable[[Sequence[str]], Sequence[str]]
+
+
 def _read(
-    table: LabelTable,
-    check: Callable[[Sequence[str]], object],
-    collect: Callable[[Iterable[Mapping[str, Any]]], _Found],
+    table: LabelTable, choose: _Choose, collect: Callable[[Iterable[Mapping[str, Any]]], _Found]
 ) -> tuple[_Found, bytes]:
-    """Return (what `collect` makes of the rows, the content); `check` is called with the header of a CSV file."""
-    said = sanitize(table.name)
+    """Return (what `collect` makes of the rows, the content).
+
+    `choose` is called with the header, except of JSON lines, and returns the columns that the rows need to have.
+    """
+    said, suffix = sanitize(table.name), os.path.splitext(table.base_name)[1].lower()
     try:
         content = table.read()
-        text = content.decode("utf-8-sig")
-        is_json = table.base_name.lower().endswith((".jsonl", ".ndjson"))
-        found = collect(_json_rows(text) if is_json else _csv_rows(text, table, check))
+        if suffix == ".parquet":
+            found = collect(_parquet_rows(content, choose))
+        elif suffix in (".jsonl", ".ndjson"):
+            found = collect(_json_rows(content.decode("utf-8-sig")))
+        else:
+            found = collect(_csv_rows(content.decode("utf-8-sig"), table, choose))
     except OSError as error:
         raise RequestError(f"{said} is a table {os_error_reason(error)}; check it") from None
     except ImageError as error:
@@ -108,7 +126,7 @@ def _read(
     return found, content
 
 
-def _csv_rows(text: str, table: LabelTable, check: Callable[[Sequence[str]], object]) -> Iterator[Mapping[str, Any]]:
+def _csv_rows(text: str, table: LabelTable, choose: _Choose) -> Iterator[Mapping[str, Any]]:
     # Separators inside quotes are text, not separators.
     head = re.sub(r'"[^"]*"', "", text.partition("\n")[0])
     separator = "\t" if table.base_name.lower().endswith(".tsv") else max(",;\t", key=head.count)
@@ -117,15 +135,15 @@ def _csv_rows(text: str, table: LabelTable, check: Callable[[Sequence[str]], obj
     header, said = next((line for line in lines if line), []), sanitize(table.name)
     if not header:
         return
-    check(header)
+    places = {name: header.index(name) for name in choose(header)}
     for values in lines:
         if any(value.strip() for value in values[len(header) :]):
             raise RequestError(
                 f"{said} has {len(values)} fields in line {lines.line_num:,} and {len(header)} in its header; put "
                 f"quotes around what has a {separator!r} in it"
             )
-        if values:
-            yield dict(zip(header, values))
+        if any(value.strip() for value in values):
+            yield {name: values[k] for name, k in places.items() if k < len(values)}
 
 
 def _json_rows(text: str) -> Iterator[Mapping[str, Any]]:
@@ -137,20 +155,38 @@ def _json_rows(text: str) -> Iterator[Mapping[str, Any]]:
                 raise ValueError(f"{error.msg} in line {number:,}, character {error.pos + 1:,}") from None
             if not isinstance(row, dict):
                 raise ValueError(f"line {number:,} is not an object in braces")
-            yield row
+            if any(not (value is None or (isinstance(value, str) and not value.strip())) for value in row.values()):
+                yield row
+
+
+def _parquet_rows(content: bytes, choose: _Choose) -> Iterator[Mapping[str, Any]]:
+    """Return the rows of a parquet file, of which the chosen columns alone are read."""
+    try:
+        import pyarrow as pa  # type: ignore[import-untyped, import-not-found, unused-ignore]
+        import pyarrow.parquet as pq  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    except ImportError:
+        raise RequestError(f"a parquet table needs pyarrow, which is not installed: {install_command('hf')}") from None
+    try:
+        with pq.ParquetFile(io.BytesIO(content)) as file:
+            chosen, unpacked = list(choose(file.schema_arrow.names)), 0
+            for batch in file.iter_batches(_BATCH, columns=chosen):
+                # A dictionary lets a file of kilobytes repeat a text a million times.
+                if (unpacked := unpacked + batch.nbytes) > _MOST_UNPACKED:
+                    raise ValueError(f"it unpacks to over {_MOST_UNPACKED / 1e9:.1f} GB")
+                yield from batch.to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(str(error)) from None
 
 
 def _collect_labels(
-    rows: Iterable[Mapping[str, Any]], table: LabelTable, second_names: Mapping[str, str]
+    rows: Iterable[Mapping[str, Any]], table: LabelTable, choose: _Choose, second_names: Mapping[str, str]
 ) -> dict[str, str]:
     said = sanitize(table.name)
     spelled = _spelled(second_names)
     found: dict[str, str] = {}
-    columns: tuple[str, str] | None = None
+    columns: Sequence[str] = ()
     for row in rows:
-        if _is_blank(row):
-            continue
-        columns = columns or _find_columns(list(row), table)
+        columns = columns or choose(list(row))
         file, value = (row.get(column) for column in columns)
         name = _file_name(file, spelled)
         label = normalize_label(value)
@@ -186,9 +222,7 @@ def _collect_cells(
     said, found, seen = sanitize(table.name), dict[str, tuple[Any, ...]](), set[str]()
     file = ""
     for row in rows:
-        if _is_blank(row):
-            continue
-        file = file or _find_column(list(row), _FILE_COLUMNS, "file names", table, "")
+        file = file or _find_column(list(row), FILE_COLUMNS, "file names", table, "")
         seen.update(name for name in wanted if name in row)
         if not (name := _file_name(row.get(file), spelled)):
             raise RequestError(f"{said} has a row without a file name, after {len(found):,} others; name its image")
@@ -200,32 +234,28 @@ def _collect_cells(
     return found
 
 
-def _find_named(header: Sequence[str], wanted: Sequence[str], table: LabelTable) -> None:
-    """Raise RequestError unless each column is in the header, once, and there is one of file names."""
-    _find_column(header, _FILE_COLUMNS, "file names", table, "")
+def _find_named(header: Sequence[str], wanted: Sequence[str], table: LabelTable) -> list[str]:
+    """Return the column of file names and those that are wanted. RequestError unless each is there, once."""
+    file = _find_column(header, FILE_COLUMNS, "file names", table, "")
     for name in wanted:
         if (count := header.count(name)) > 1:
             raise RequestError(f"{sanitize(table.name)} has {count} columns called {sanitize(name)}; keep one")
         if not count:
             raise _missing_column(header, name, table)
+    return list(dict.fromkeys([file, *wanted]))
 
 
-def _missing_column(header: Sequence[str], name: str, table: LabelTable) -> RequestError:
+def _missing_column(header: Sequence[str], name: str, table: LabelTable) -> MissingColumnError:
     near = suggest(name, [sanitize(one[:30]) for one in header[:_COMPARED]])
     hint = near if len(near) < _LONGEST_HINT else f"; it has {', '.join(sanitize(one[:30]) for one in header[:12])}, …"
-    return RequestError(f"{sanitize(table.name)} has no column {sanitize(name)!r}{hint}")
-
-
-def _is_blank(row: Mapping[str, Any]) -> bool:
-    # As in the rows that spreadsheets leave at the end.
-    return all(value is None or (isinstance(value, str) and not value.strip()) for value in row.values())
+    return MissingColumnError(f"{sanitize(table.name)} has no column {sanitize(name)!r}{hint}")
 
 
 def _find_columns(header: Sequence[str], table: LabelTable) -> tuple[str, str]:
     """Return the columns of file names and of labels, as the header spells them."""
     file, label = table.columns
     found = (
-        _find_column(header, (file,) if file else _FILE_COLUMNS, "file names", table),
+        _find_column(header, (file,) if file else FILE_COLUMNS, "file names", table),
         _find_column(header, (label,) if label else _LABEL_COLUMNS, "labels", table),
     )
     if found[0] == found[1]:
@@ -257,6 +287,8 @@ def _find_column(
         if remedy is None:
             remedy = f"name those of files and labels: --data.labels {sanitize(table.base_name)}:FILE,LABEL"
         call += f"{', or ' * bool(call and remedy)}{remedy}"
+        if of == "labels" and (captions := [key for key in there if key in TEXT_NAMES]):
+            call = f"--condition {captions[0]} learns its captions; or {call}"
         raise RequestError(f"{said} has no column {named}, only {has}; {call}")
     if len(columns) > 1:
         raise RequestError(f"{said} has {len(columns)} columns called {sanitize(columns[0].strip())}; keep one")
@@ -341,5 +373,7 @@ def _base(name: str) -> str:
 
 
 def _stem(name: str) -> str:
-    stem, suffix = os.path.splitext(_base(name))
-    return stem if suffix.lower() in SUFFIXES else _base(name)
+    base = _base(name)
+    stem, suffix = os.path.splitext(base)
+    scan = next((one for one in _SCAN_SUFFIXES if base.lower().endswith(one)), "")
+    return base[: -len(scan)] if scan else stem if suffix.lower() in SUFFIXES else base
