@@ -96,12 +96,14 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     # Imported only now, as torch takes seconds: a wrong request is refused before.
     from unfog.pipeline.denoising_pictures import MOST_SAMPLES, DenoisingAnimation, DenoisingStrip
     from unfog.pipeline.edit_images import build_edit
+    from unfog.pipeline.given_images import read_pictures
     from unfog.pipeline.measurement import write_posterior
 
     stored = stored.with_view(request.view) if request.view else stored
     format = stored.conditions
     prompts = request.read_prompts()
     asked = format.with_prompts(format.with_label(format.read_words(request.given), request.label), prompts)
+    asked = read_pictures(stored, asked, request.n)
     format.parse(asked)  # before the weights are read
     if len(prompts) > request.n:
         say(f"  the first {request.n:,} of {len(prompts):,} prompts are drawn; -n {len(prompts)} draws all of them")

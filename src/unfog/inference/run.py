@@ -28,6 +28,7 @@ from unfog.inference.guide import Guide, resolve_guidance
 from unfog.inference.loaded_run import FAR, LoadedRun, weights_digest
 from unfog.pipeline.edit_images import ImageInput, build_edit
 from unfog.pipeline.generate import GenerationSettings, generate_batches
+from unfog.pipeline.given_images import read_pictures
 from unfog.pipeline.measurement import MeasureInput, Measurement, ObservedInput, build_measurement
 from unfog.process.device import available_memory
 from unfog.reporting.image_grids import Pixels
@@ -156,7 +157,8 @@ class Run(LoadedRun):
             label: class names (text) or numbers (integers, from 0) that the images cycle through; () is all classes.
             prompt: captions that the images cycle through, of a run on captions.
             given: conditions by the names of columns, such as {"age": [20, 30]}, in the units of the images' source;
-                a sequence is cycled through. {"class": "cat"} is the same as label="cat".
+                a sequence is cycled through. {"class": "cat"} is the same as label="cat". An image is a file, a
+                folder, or an array [H, W], [H, W, C] or [n, H, W, C].
             guide: a weaker network, given the same class; samples move away from what it generates. "auto" is this
                 run's EMA of an earlier step, and what new runs without classes are guided by unless `image` is given;
                 "none" is none. Without one, guidance moves samples away from what the network generates without a
@@ -226,6 +228,7 @@ class Run(LoadedRun):
         conditions = self.config.conditions
         # An observed image may be of any class, which a network learns where labels are dropped at times.
         asked = conditions.with_prompts(conditions.with_label(given, label), prompt)
+        asked = read_pictures(self.config, asked, request.n)
         unconditional = measurement is not None and asked == {} and self.config.label_dropout > 0
         generation = GenerationSettings(
             request.n,

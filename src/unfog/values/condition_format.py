@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from unfog.errors import RequestError
 from unfog.text import suggest
 from unfog.values.columns import CLASS, Column
-from unfog.values.condition_kinds import ColumnFacts, Span, kind_of
+from unfog.values.condition_kinds import KINDS, ColumnFacts, ConditionKind, Span, kind_of
+from unfog.values.image_kinds import IMAGE_KINDS, image_columns
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,6 +24,8 @@ TEXT = "text"
 """Name of the kind of columns that hold texts."""
 TEXT_HEAD = 32
 """Channels of one attention head of the encoder of texts, a divisor of its width."""
+KINDS.update(IMAGE_KINDS)  # here, as their module needs the base that the module of `KINDS` has
+
 AUGMENT_INPUTS = 9
 """Length of `Conditions.augment`."""
 Given: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
@@ -38,10 +41,12 @@ def conditions_of(columns: Iterable[Column], turn: NDArray[np.int64] | None = No
     from unfog.values.conditions import Conditions
 
     parts: dict[str, list[NDArray[Any]]] = {}
+    makers = dict[str, ConditionKind]()  # all kinds of one field make the same of their values
     for column in sorted(columns, key=lambda each: each.name):
-        parts.setdefault(column.kind, []).append(kind_of(column.kind).pick(column.values, turn))
-    kinds = ((kind_of(name), values) for name, values in parts.items())
-    return Conditions(**{kind.field: kind.tensor(values) for kind, values in kinds})
+        kind = kind_of(column.kind)
+        makers.setdefault(kind.field, kind)
+        parts.setdefault(kind.field, []).append(kind.pick(column.values, turn))
+    return Conditions(**{field: makers[field].tensor(values) for field, values in parts.items()})
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,14 @@ class ConditionFormat:
     @property
     def inputs(self) -> int:
         """Upper bound of the rows of all layers that embed conditions, the null class and the mask among them."""
-        return 1 + AUGMENT_INPUTS + 9 * self.mask_channels + sum(one.inputs for one in self.facts)
+        # A channel of the input has 9 places of a convolution.
+        counts = (one.inputs * (9 if one.kind in IMAGE_KINDS else 1) for one in self.facts)
+        return 1 + AUGMENT_INPUTS + 9 * self.mask_channels + sum(counts)
+
+    @property
+    def input_channels(self) -> int:
+        """Channels that the conditions add to the input of a network: masks, and images that are conditions."""
+        return self.mask_channels + sum(IMAGE_KINDS[one.kind].inputs(one) for one in image_columns(self.columns))
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -158,11 +170,9 @@ class ConditionFormat:
 
     def columns_of(self, given: Given, indices: Sequence[int]) -> dict[str, Column]:
         """Return the columns of the samples of these numbers."""
-        import numpy as np
-
         facts, made = self._facts_by_name, dict[str, Column]()
         for name, values in given:
-            chosen = np.array([values[i % len(values)] for i in indices])
+            chosen = kind_of(facts[name].kind).stacked([values[i % len(values)] for i in indices])
             made[name] = Column(name, facts[name].kind, chosen, facts[name].categories)
         return made
 
@@ -217,7 +227,7 @@ class ConditionFormat:
                 raise RequestError(f"given {word!r} must be NAME=VALUE, or NAME=VALUE,VALUE to cycle through values")
             if name in given:
                 raise RequestError(f"given {name!r} comes twice; separate its values by commas: {name}=VALUE,VALUE")
-            # A comma may be part of the name of a category, and of a caption.
+            # A comma may be part of the name of a category, of a caption, and of a path.
             whole = name in known and kind_of(known[name].kind).is_one_value(known[name], text)
             given[name] = [text] if whole else text.split(",")
         return given
@@ -225,8 +235,8 @@ class ConditionFormat:
     def rows(self, columns: Iterable[Column], rows: Any) -> Given:
         """Return the conditions of the images at these rows. Columns that the run does not have are left out."""
         known = self._facts_by_name
-        picked = ((one.name, kind_of(one.kind).pick(one.values[rows], None)) for one in columns if one.name in known)
-        return tuple((name, tuple(values.tolist())) for name, values in picked)
+        wanted = ((one, kind_of(one.kind)) for one in columns if one.name in known)
+        return tuple((one.name, kind.listed(kind.pick(one.values[rows], None))) for one, kind in wanted)
 
     def names(self, given: Given, count: int) -> list[str]:
         """Return names that samples cycle through: the class alone, or all conditions, such as "age=60 class=cat".

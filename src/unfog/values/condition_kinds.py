@@ -137,6 +137,16 @@ class ConditionKind:
         """Return the values that samples cycle through by default, such as all classes."""
         raise NotImplementedError
 
+    def listed(self, values: NDArray[Any]) -> tuple[Any, ...]:
+        """Return the values [B, …] of images as those of samples: see `parse`."""
+        return tuple(values.tolist())
+
+    def stacked(self, values: Sequence[Any]) -> NDArray[Any]:
+        """Return values of samples as those of images, [B, …]."""
+        import numpy as np
+
+        return np.array(values)
+
     def show(self, facts: ColumnFacts, value: Any) -> str:
         """Return a value as text, for people and names of files; "" if it is not known."""
         return f"{value}"
