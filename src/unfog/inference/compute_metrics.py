@@ -47,6 +47,7 @@ from unfog.reporting.image_grids import save_png
 from unfog.reporting.progress import Progress
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World
+from unfog.values.guidance import spell_guidance
 
 _MOST_HELD_OUT = 1000  # held-out images of the loss
 _MOST_FOR_BITS = 256  # held-out images of the bits, which take many more network calls
@@ -116,7 +117,10 @@ def _describe_generation(run: LoadedRun, setup: EvaluationSetup) -> dict[str, An
         "sampler": generation.sampler.kind,
         "steps": generation.sampler.steps,
         "seed": generation.seed,
-        "guidance": generation.guidance,
+        # A number as such, as it always was.
+        "guidance": spell_guidance(generation.guidance)
+        if isinstance(generation.guidance, tuple)
+        else generation.guidance,
         **({"guide": setup.guide_name} if setup.guide_name else {}),
         **({"guide every": generation.guide_every} if generation.guide_every != 1 else {}),
         **({"within": f"{low:g} to {high:g} of noise"} if partly else {}),

@@ -121,6 +121,13 @@ class Conditions(NamedTuple):
             changed[name] = each.masked_fill(which, _NOT_TOLD[name])
         return self._replace(**changed)
 
+    def without(self, spans: Sequence[Span]) -> Conditions:
+        """Return the conditions with those at the places `spans` hidden from all images."""
+        present = next((each for each in self if each is not None), None)
+        if present is None or not spans:
+            return self
+        return self.dropped_each(present.new_ones(len(present), len(spans), dtype=torch.bool), spans)
+
     def label_or(self, null: int) -> Tensor | None:
         """Return the labels, int64 [B], with the number `null` for images whose class is hidden; None if absent."""
         return None if self.label is None else self.label.masked_fill(self.label < 0, null)

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unfog.config.schema import check_guidance_interval
+from unfog.config.spec_strings import SampleGrid
 from unfog.diffusion.noise import Grid
 from unfog.diffusion.sampler import Kind
 from unfog.errors import RequestError
 from unfog.settings import argument, setting
 from unfog.training.settings import SamplingPrecision
+from unfog.values.condition_grid import ConditionGrid
+from unfog.values.guidance import GuidanceScale
 from unfog.values.image_format import Size, parse_view
 
 _MODEL_FILES = ("config.json", "unet/config.json", "transformer/config.json", "model_index.json")
@@ -33,12 +36,14 @@ class SamplingRequest:
     """Sampling steps. More are slower and more accurate. Default: the run's."""
     sampler: Kind | None = None
     """Sampler. Default: the run's."""
-    grid: Grid | None = None
-    """Grid of noise levels. Default: the run's."""
+    grid: SampleGrid | None = setting(None, metavar="GRID|NAME=VALUES …")
+    """Grid of noise levels: schedule, karras, logsnr or tuned. Default: the run's. Or one or two conditions against
+    each other, such as age=20..80 stain=all, in one picture from the same noise; -n is the number of its cells."""
     levels: tuple[float, ...] = ()
     """Noise levels to sample at, instead of --steps and --grid: falling shares of noise, such as 1 0.8 0.5 0.2."""
-    guidance: float | None = None
-    """Classifier-free guidance scale: above 1, images follow their class more closely. Default: the run's."""
+    guidance: GuidanceScale | None = setting(None, metavar="NUMBER|NAME=NUMBER,…")
+    """Classifier-free guidance scale: above 1, images follow their class more closely. Or a scale for each condition,
+    such as age=2,stain=1.5; others have 1. Default: the run's."""
     guidance_interval: tuple[float, float] | None = None
     """Guide only while the share of noise is in this interval, such as 0.2 0.75: 0 is the image, 1 pure noise."""
     guide_every: int = 1
@@ -56,6 +61,25 @@ class SamplingRequest:
         if self.guidance_interval is not None:
             check_guidance_interval(self.guidance_interval)
         check_at_least_one(n=self.n, batch=self.batch, guide_every=self.guide_every)
+        if self.cells is not None and self.to_seed is not None:
+            raise RequestError("grid and to_seed both say how samples differ; give one of them")
+
+    @property
+    def noise_grid(self) -> Grid | None:
+        """The grid of noise levels that was asked for, if any."""
+        return None if isinstance(self.grid, ConditionGrid) else self.grid
+
+    @property
+    def cells(self) -> ConditionGrid | None:
+        """The conditions that are drawn against each other, if any."""
+        return self.grid if isinstance(self.grid, ConditionGrid) else None
+
+    def count(self, known: int | None, what: str) -> int:
+        """Return the number of samples: that of the rows or cells `what`, or n. RequestError if n is another one."""
+        usual = type(self).__dataclass_fields__["n"].default
+        if known is not None and self.n not in (known, usual):
+            raise RequestError(f"n = {self.n}, and {what} {known:,}; omit n")
+        return self.n if known is None else known
 
 
 @dataclass(frozen=True)
@@ -78,6 +102,8 @@ class SampleRequest(SamplingRequest):
     """Classes by name, or by number where no class has that name; images cycle through them. Default: all classes."""
     given: tuple[str, ...] = setting((), metavar="NAME=VALUE …")
     """Conditions by the names of columns, such as age=60, class=cat,dog; images cycle through several values."""
+    given_table: Path | None = setting(None, metavar="TABLE")
+    """A .csv, .tsv or .jsonl file with conditions as columns: an image for each row, and an empty cell is not told."""
     guide: str | None = setting(None, metavar="auto|none|RUN[:STEP]")
     """Weaker network to guide away from: none, or this run's EMA at 30% of its steps (auto). Default: the run's."""
     guide_checkpoint: int | None = setting(None, metavar="STEP")

@@ -37,7 +37,7 @@ def column_of(name: str, cells: Sequence[Any], names: Sequence[str], kind: str =
     Raises:
         RequestError: the cells are of mixed types, all equal, unknown, nearly unique texts, or names of files.
     """
-    values = [_value(cell) for cell in cells]
+    values = [cell_value(cell) for cell in cells]
     known = [value for value in values if value is not None]
     if not known:
         raise _refused(name, "is empty for all images")
@@ -45,8 +45,8 @@ def column_of(name: str, cells: Sequence[Any], names: Sequence[str], kind: str =
     return _MAKERS[kind](name, values, names)
 
 
-def _value(cell: Any) -> _Cell:
-    """Return a cell as a number, a text or a list; None if it is not known."""
+def cell_value(cell: Any) -> _Cell:
+    """Return a cell of a table, or a value of JSON, as a number, a text or a list; None if it is not known."""
     if isinstance(cell, bool):
         return str(cell).lower()
     if isinstance(cell, int | float):

@@ -19,12 +19,12 @@ from unfog.data.sources.image_files import SUFFIXES, os_error_reason
 from unfog.errors import RequestError
 from unfog.text import not_utf8, sanitize, suggest
 
-_FILE_COLUMNS = (
+FILE_COLUMNS = (
     *("file_name", "filename", "file", "filepath", "file_path", "path"),
     *("image", "image_name", "image_path", "img", "name", "id"),
 )
 # Names of the two columns, in lower case; the first one that a table has counts.
-_LABEL_COLUMNS = ("label", "class", "category", "cls", "class_name", "label_name", "target", "class_id", "label_id")
+LABEL_COLUMNS = ("label", "class", "category", "cls", "class_name", "label_name", "target", "class_id", "label_id")
 _COMPARED, _LONGEST_HINT = 1000, 300  # columns that a name is compared with, and characters of what they are called
 _SHARD = re.compile(r"\.tar/", re.IGNORECASE)
 _WHOLE_NUMBER = re.compile(r"-?[0-9]{1,18}")
@@ -78,7 +78,19 @@ def read_cells(
     )[0]
 
 
-_Found = TypeVar("_Found", bound=Mapping[str, Any])
+def read_rows(table: LabelTable) -> list[Mapping[str, Any]]:
+    """Return the rows of a table of any columns, without those that are empty. RequestError if it is unfit."""
+
+    def check(header: Sequence[str]) -> None:
+        if twice := next((name for name in header if header.count(name) > 1), None):
+            raise RequestError(
+                f"{sanitize(table.name)} has {header.count(twice)} columns called {sanitize(twice)}; keep one"
+            )
+
+    return _read(table, check, lambda rows: [row for row in rows if not _is_blank(row)])[0]
+
+
+_Found = TypeVar("_Found", bound=Collection[Any])
 
 
 def _read(
@@ -188,7 +200,7 @@ def _collect_cells(
     for row in rows:
         if _is_blank(row):
             continue
-        file = file or _find_column(list(row), _FILE_COLUMNS, "file names", table, "")
+        file = file or _find_column(list(row), FILE_COLUMNS, "file names", table, "")
         seen.update(name for name in wanted if name in row)
         if not (name := _file_name(row.get(file), spelled)):
             raise RequestError(f"{said} has a row without a file name, after {len(found):,} others; name its image")
@@ -202,7 +214,7 @@ def _collect_cells(
 
 def _find_named(header: Sequence[str], wanted: Sequence[str], table: LabelTable) -> None:
     """Raise RequestError unless each column is in the header, once, and there is one of file names."""
-    _find_column(header, _FILE_COLUMNS, "file names", table, "")
+    _find_column(header, FILE_COLUMNS, "file names", table, "")
     for name in wanted:
         if (count := header.count(name)) > 1:
             raise RequestError(f"{sanitize(table.name)} has {count} columns called {sanitize(name)}; keep one")
@@ -225,8 +237,8 @@ def _find_columns(header: Sequence[str], table: LabelTable) -> tuple[str, str]:
     """Return the columns of file names and of labels, as the header spells them."""
     file, label = table.columns
     found = (
-        _find_column(header, (file,) if file else _FILE_COLUMNS, "file names", table),
-        _find_column(header, (label,) if label else _LABEL_COLUMNS, "labels", table),
+        _find_column(header, (file,) if file else FILE_COLUMNS, "file names", table),
+        _find_column(header, (label,) if label else LABEL_COLUMNS, "labels", table),
     )
     if found[0] == found[1]:
         raise RequestError(
@@ -236,7 +248,8 @@ def _find_columns(header: Sequence[str], table: LabelTable) -> tuple[str, str]:
     return found
 
 
-def _column_key(name: str) -> str:
+def column_key(name: str) -> str:
+    """Return the name of a column as names are compared, in small letters."""
     return unicodedata.normalize("NFC", name.strip()).casefold()
 
 
@@ -245,8 +258,8 @@ def _find_column(
 ) -> str:
     said, there = sanitize(table.name), dict[str, list[str]]()
     for name in header:
-        there.setdefault(_column_key(name), []).append(name)
-    columns = next((there[key] for key in map(_column_key, known) if key in there), [])
+        there.setdefault(column_key(name), []).append(name)
+    columns = next((there[key] for key in map(column_key, known) if key in there), [])
     # Of two that differ in case, the one that is named exactly; `known` of the usual names is in small letters.
     if known[0] in table.columns and columns.count(known[0]) == 1:
         columns = [known[0]]
