@@ -77,7 +77,7 @@ def test_guidance_that_cannot_be_is_refused(run, tmp_path, monkeypatch):
     told = {"age": 60, "stain": "HE"}
     for settings, said in (
         ({"guidance": {"agee": 2}}, "did you mean 'age'"),
-        ({"guidance": "place=2"}, "no sample is told its place"),
+        ({"guidance": "place=2"}, "place = 2 has no effect"),
         ({"guidance": {"age": 2}, "guide": "auto"}, "a guide has one strength"),
         ({"guidance": {"age": 2}, "guide_every": 2}, "without a guide"),
         ({"guidance": {"age": 1}, "guidance_interval": (0.1, 0.5)}, "no effect with guidance = 1"),
@@ -107,7 +107,7 @@ def test_a_sample_for_each_row_of_a_table(run, tmp_path, capsys):
     table.write_text('name,age,stain,place,note\nanna.png,3,HE,"0;1",a\nx/bert.png,,PAS,,b\n,90,,,c\n')
     assert sample(run, "--given-table", table, "--out", tmp_path / "out") == 0
     said = capsys.readouterr().err
-    assert "no condition of this run: note" in said
+    assert "no such conditions: note" in said
     assert "age = 90 is outside" in said
     assert files(tmp_path / "out") == ["000000-anna.png", "000001-bert.png", "000002-age_90.png", "grid.png"]
     given = [Image.open(path).text.get("Given") for path in sorted((tmp_path / "out").glob("0*"))]

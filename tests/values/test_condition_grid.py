@@ -74,11 +74,11 @@ def test_a_scale_has_one_usual_form():
     assert [passes(scale) for scale in (1.0, 2.0, (("age", 0.0),))] == [1, 2, 1]
 
 
-def test_a_weight_of_what_no_sample_is_told_is_refused():
+def test_a_weight_of_a_condition_that_no_sample_has_is_refused():
     given = FORMAT.parse({"age": [None, 30]})
-    FORMAT.check_told((("age", 2.0), ("stain", 1.0), ("class", 2.0)), given)
-    with pytest.raises(RequestError, match=r"no sample is told its stain.*--given stain"):
-        FORMAT.check_told((("stain", 2.0),), given)
+    FORMAT.check_guided((("age", 2.0), ("stain", 1.0), ("class", 2.0)), given)
+    with pytest.raises(RequestError, match=r"stain = 2 has no effect.*--given stain"):
+        FORMAT.check_guided((("stain", 2.0),), given)
 
 
 def shown(grid, **given):

@@ -89,7 +89,7 @@ class Guided:
 class GuidedInTurn:
     """Guidance with a weight for each condition: D_0 + sum of w_k (D_k - D_(k-1)), in one batched call.
 
-    D_0 is told the conditions of weight 1, and D_k the k-th condition besides those of D_(k-1). This is eq. 3 of
+    D_0 is given the conditions of weight 1, and D_k those of D_(k-1) and the k-th one. This is eq. 3 of
     InstructPix2Pix (Brooks et al. 2023) for any number of conditions. It follows from the chain rule, p(x | a, b) =
     p(x) p(a | x) p(b | x, a) / p(a, b), whose factors get the weights as exponents, so conditions may depend on each
     other. Weights of 1 are the plain denoiser, and equal weights are `Guided`. The sum of w_k (D(k alone) - D(none))

@@ -130,7 +130,7 @@ def _of_posterior(request: SamplingRequest, guide: Guide | None, image: ImageInp
     return replace(request, guidance=1.0, precision=precision)
 
 
-class _Told(NamedTuple):
+class _Sampled(NamedTuple):
     """The conditions of samples, and what says how many these are."""
 
     given: Given
@@ -144,14 +144,14 @@ def _read_conditions(
     request: SamplingRequest,
     given: Mapping[str, object],
     table: str | PathLike[str] | None,
-) -> _Told:
+) -> _Sampled:
     """Return the conditions of a request: those of its table, its grid, and `given`. RequestError if two have one."""
     if table is None and request.cells is None:
-        return _Told(format.parse(given), request.n, None, ())
+        return _Sampled(format.parse(given), request.n, None, ())
     if table is None:
         assert request.cells is not None
         told, cells = format.crossed(request.cells, given)
-        return _Told(told, request.count(cells.cells, "the cells of the grid are"), cells, ())
+        return _Sampled(told, request.count(cells.cells, "the cells of the grid are"), cells, ())
     if request.cells is not None:
         raise RequestError("given_table and grid both give conditions; give one of them")
     format.parse(given)
@@ -159,9 +159,9 @@ def _read_conditions(
     if twice := next((name for name in given if name in read.given), ""):
         raise RequestError(f"given_table and given both have {twice!r}; give it once")
     if read.unused:
-        warn(f"columns of the table that are no condition of this run: {', '.join(read.unused)}")
+        warn(f"not used, as this run has no such conditions: {', '.join(read.unused)}")
     told = format.parse({**given, **read.given})
-    return _Told(told, request.count(read.rows, "the rows of the table are"), None, read.files)
+    return _Sampled(told, request.count(read.rows, "the rows of the table are"), None, read.files)
 
 
 class PreparedSampling(NamedTuple):
@@ -176,7 +176,7 @@ class PreparedSampling(NamedTuple):
     cells: CellNames | None = None
     """Captions of the columns and rows of a grid of conditions."""
     files: Sequence[str] = ()
-    """Names of the rows of a table of conditions, for those of the files; "" where a row has none."""
+    """Names of the rows of a table of conditions, for those of the files; "" for a row without one."""
 
 
 class Run(LoadedRun):
@@ -216,7 +216,7 @@ class Run(LoadedRun):
         Args:
             label: class names (text) or numbers (integers, from 0) that the images cycle through; () is all classes.
             given: conditions by the names of columns, such as {"age": [20, 30]}, in the units of the images' source;
-                a sequence is cycled through, and None is not told. {"class": "cat"} is the same as label="cat".
+                a sequence is cycled through, and None hides it. {"class": "cat"} is the same as label="cat".
             given_table: file .csv, .tsv or .jsonl with conditions as columns, a sample for each row; n is its rows.
             guide: a weaker network, given the same class; samples move away from what it generates. "auto" is this
                 run's EMA of an earlier step, and what new runs without classes are guided by unless `image` is given;
@@ -320,7 +320,7 @@ class Run(LoadedRun):
             remedy = "--guidance 2" if conditions.can_be_dropped and self.config.label_dropout else "a --guide"
             raise RequestError(f"guidance_interval has no effect with guidance = 1; give {remedy}, or omit it")
         if request.guidance is not None:
-            conditions.check_told(request.guidance, generation.given)
+            conditions.check_guided(request.guidance, generation.given)
         generation = replace(generation, guidance=guidance.scale)
         if self.enlarged > FAR:
             self._check_memory(generation, guidance.guide is not None)

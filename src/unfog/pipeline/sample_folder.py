@@ -67,7 +67,7 @@ class SampleFolder:
 
     @property
     def text(self) -> dict[str, str]:
-        """What is written into a picture of all samples: their conditions, each once, and how they are generated."""
+        """Text of a picture of all samples, by title: their conditions, each once, and how they are generated."""
         told = list(dict.fromkeys(self._name(number) for number in range(min(self.count, len(self.names)))))
         found = {self.told: ", ".join(filter(None, told))[:_LONGEST_TEXT]}
         if self.settings:

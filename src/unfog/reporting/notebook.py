@@ -67,7 +67,7 @@ def figure(images: Pixels, caption: str) -> str:
 
 
 def picture(pixels: Pixels, caption: str) -> str:
-    """Return HTML with a picture, uint8 [H, W, 3], as it is."""
+    """Return HTML with a picture, uint8 [H, W, 3], at its own size."""
     from unfog.reporting.image_grids import encode_png
 
     return _figure(f"data:image/png;base64,{base64.b64encode(encode_png(pixels)).decode()}", caption)

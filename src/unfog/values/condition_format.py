@@ -98,7 +98,7 @@ class ConditionFormat:
     def guidance(self, scale: GuidanceScale) -> GuidanceScale:
         """Return a scale in its usual form: weights other than 1, in the order of `in_turn`; or a number for all.
 
-        RequestError if a name is no condition.
+        RequestError if there is no condition of a name.
         """
         if not isinstance(scale, tuple):
             return scale
@@ -145,14 +145,14 @@ class ConditionFormat:
             name for name, values in given if any(not kind_of(facts[name].kind).show(facts[name], v) for v in values)
         ]
 
-    def check_told(self, scale: GuidanceScale, given: Given) -> None:
-        """Raise RequestError if a weight is of a condition that no sample is told."""
+    def check_guided(self, scale: GuidanceScale, given: Given) -> None:
+        """Raise RequestError if a weight is of a condition that all samples lack."""
         for name, weight in scale if isinstance(scale, tuple) else ():
             facts = self._facts_by_name[name]
             values = dict(given).get(name, ())
             if weight != 1 and not any(kind_of(facts.kind).show(facts, value) for value in values):
                 raise RequestError(
-                    f"guidance of {name} = {weight:g} has no effect, as no sample is told its {name}; give it a value: "
+                    f"guidance of {name} = {weight:g} has no effect, as no sample has a value of it; give one: "
                     f"--given {name}=VALUE, or omit its guidance"
                 )
 
@@ -186,7 +186,7 @@ class ConditionFormat:
     def parse(self, given: Mapping[str, object]) -> Given:
         """Return the conditions of samples from requested values by name of column.
 
-        A value may be a sequence, which samples cycle through; None and NaN are not told. Columns without a request, or
+        A value may be a sequence, which samples cycle through; None and NaN hide it. Columns without a request, or
         with (), have the values of `usual`. RequestError for an unknown name or value.
         """
         known = self._facts_by_name
@@ -205,7 +205,7 @@ class ConditionFormat:
     def crossed(self, grid: ConditionGrid, given: Mapping[str, object]) -> tuple[Given, CellNames]:
         """Return the conditions of all cells of a grid, row by row, and the captions of its columns and rows.
 
-        Conditions outside of the grid have one value, or are not told. RequestError for an unknown name or value.
+        Conditions outside of the grid have one value, or are hidden. RequestError for an unknown name or value.
         """
         known, told, axes = self._facts_by_name, self.parse(given), dict[str, tuple[Any, ...]]()
         for name, asked in grid.axes:

@@ -60,7 +60,7 @@ def spell_guidance(scale: GuidanceScale) -> str:
 
 
 def in_turn(weights: Weights) -> list[tuple[float, list[str]]]:
-    """Return (weight, names) in the order in which conditions are told to the network, after those of weight 1.
+    """Return (weight, names) in the order in which the network gets conditions, after those of weight 1.
 
     Weights above 1 come first, from weak to strong, then those below 1, from strong to weak, and 0 last. Where two
     weights cross above 1, or below, their conditions have equal weights, and their order has no effect.

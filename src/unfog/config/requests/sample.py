@@ -103,7 +103,7 @@ class SampleRequest(SamplingRequest):
     given: tuple[str, ...] = setting((), metavar="NAME=VALUE …")
     """Conditions by the names of columns, such as age=60, class=cat,dog; images cycle through several values."""
     given_table: Path | None = setting(None, metavar="TABLE")
-    """A .csv, .tsv or .jsonl file with conditions as columns: an image for each row, and an empty cell is not told."""
+    """A .csv, .tsv or .jsonl file with conditions as columns: an image for each row. An empty cell hides it."""
     guide: str | None = setting(None, metavar="auto|none|RUN[:STEP]")
     """Weaker network to guide away from: none, or this run's EMA at 30% of its steps (auto). Default: the run's."""
     guide_checkpoint: int | None = setting(None, metavar="STEP")

@@ -24,11 +24,11 @@ class GivenTable(NamedTuple):
     """Conditions of samples, row by row."""
 
     given: dict[str, list[object]]
-    """Words of each condition, as `ConditionFormat.parse` takes them; None where a cell is empty."""
+    """Words of each condition, as `ConditionFormat.parse` takes them; None for an empty cell."""
     files: list[str]
     """The name of each row's file, without folders and suffix; [] without a column of file names."""
     unused: list[str]
-    """Columns that are no condition of the run."""
+    """Columns without a condition of this name."""
 
     @property
     def rows(self) -> int:
@@ -62,7 +62,7 @@ def read_given_table(path: Path, format: ConditionFormat) -> GivenTable:
 
 
 def _usual(header: Sequence[str], known: Sequence[str], facts: Mapping[str, ColumnFacts]) -> str:
-    """Return the column with the first of these names that is no condition; "" if there is none."""
+    """Return the column with the first of these names, other than conditions; "" without one."""
     there = {column_key(name): name for name in reversed(header) if name not in facts}
     return next((there[name] for name in known if name in there), "")
 
