@@ -17,7 +17,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # A Python with a CUDA build of torch, for `make test-cuda-aot`; no GPU and no driver is needed.
 CUDA_PYTHON ?= $(BIN)/python
 
-.PHONY: demo test test-all test-faults test-cuda-aot quick lint package clean
+.PHONY: demo docs test test-all test-faults test-cuda-aot quick lint package clean
 demo: $(VENV)/.installed
 	run=$$($(BIN)/unfog train fashion --preset demo) && $(BIN)/unfog sample "$$run" -n 100 --strip
 
@@ -41,6 +41,10 @@ test-faults: $(VENV)/.dev
 test-cuda-aot: $(if $(filter $(BIN)/python,$(CUDA_PYTHON)),$(VENV)/.dev)
 	PYTHONPATH=src $(CUDA_PYTHON) -m pytest tests/training/test_cuda_aot.py
 
+# The site, into src/unfog/site; fails at a dead link, or at a page that the navigation leaves out.
+docs: $(VENV)/.dev
+	$(BIN)/python scripts/site.py
+
 # Tests of less than a tenth of a second each. They wait for nothing, so each core has one worker.
 quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not exhaustive"
@@ -52,7 +56,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy --config-file benchmarks/mypy.ini
 
 # Wheel and sdist, checked, installed in an empty environment and trained with; the Dockerfiles, linted.
-package: $(VENV)/.dev
+package: $(VENV)/.dev docs
 	$(INSTALL) -e '.[release]'
 	$(BIN)/python scripts/release.py
 	$(BIN)/hadolint Dockerfile Dockerfile.cuda

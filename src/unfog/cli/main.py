@@ -12,7 +12,7 @@ from unfog import __version__
 from unfog.errors import Interrupted, RequestError, UnfogError
 from unfog.process import command_clock, early_signals
 
-_HELP = """\
+USAGE = """\
 Unfog trains image diffusion models on your own images.
 
 usage: unfog COMMAND …
@@ -39,6 +39,7 @@ usage: unfog COMMAND …
   slurm train SOURCE  write a batch file for a Slurm cluster; also `slurm resume RUN`
   init             ask five questions, and write a commented file of settings for train --config
   explain SETTING  what a setting does, its default and why; alone, it lists all settings
+  docs [PAGE]      show the documentation of this version in the browser
   completion SHELL print a script by which bash, zsh or fish complete commands and flags
   cache            list the cache folder; --clear or --limit GB makes room in it
 
@@ -57,7 +58,7 @@ _TRAINING = ("train", "train-autoencoder", "resume")
 _SAVES_NOTHING = ("doctor", "plan", "find-lr", "ema-sweep", "tune", "export", "cache", "serve")
 # Modules of commands that share one, or are elsewhere; else a module has the name of its command.
 _MODULES = {"report": "evaluate", "export": "sample", "serve": "command"} | dict.fromkeys(_TRAINING, "train")
-_LAYERS = {"completion": "cli", "serve": "serve"}  # completion is about the command line itself
+_LAYERS = {"completion": "cli", "serve": "serve", "docs": "serve"}  # completion is about the command line itself
 _MAX_MESSAGE = 1000  # characters
 
 
@@ -155,7 +156,7 @@ _SAMPLING_WORDS = ("inpaint", "edit", "generate", "vary", "img2img", "images")
 
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        sys.stdout.write(_HELP)
+        sys.stdout.write(USAGE)
         return 0 if words else 2
     if words[0] == "--version":
         sys.stdout.write(f"unfog {__version__}\n")

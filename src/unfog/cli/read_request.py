@@ -20,7 +20,7 @@ from unfog.config.requests.completion import CompletionRequest
 from unfog.config.requests.doctor import DoctorRequest
 from unfog.config.requests.ema_sweep import EmaSweepRequest
 from unfog.config.requests.evaluate import EvaluateRequest
-from unfog.config.requests.explain import ExplainRequest
+from unfog.config.requests.explain import DocsRequest, ExplainRequest
 from unfog.config.requests.export import ExportRequest
 from unfog.config.requests.find_lr import FindLrRequest
 from unfog.config.requests.init import InitRequest
@@ -61,6 +61,7 @@ REQUESTS: dict[str, type] = {
     "slurm": SlurmRequest,
     "init": InitRequest,
     "explain": ExplainRequest,
+    "docs": DocsRequest,
     "completion": CompletionRequest,
     "cache": CacheRequest,
 }

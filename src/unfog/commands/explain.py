@@ -88,7 +88,8 @@ def _list(section: str, settings: list[Description]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _explain_setting(each: Description) -> str:
+def setting_rows(each: Description) -> dict[str, str]:
+    """Return title -> text of the facts about a setting, such as its default; without those that it does not have."""
     rules, registry = each.rules, registry_of(each.annotation)
     section = ".".join(each.path[:-1])
     flags = ", ".join(f"--{flag}" for flag in each.flags)
@@ -105,12 +106,19 @@ def _explain_setting(each: Description) -> str:
         "why": rules.why,
         "measured": rules.measured,
         "source": rules.paper,
-        "see": manual(rules.see) if rules.see else "",
+        "see": rules.see,
     }
+    return {title: text for title, text in rows.items() if text}
+
+
+def _explain_setting(each: Description) -> str:
+    rows = setting_rows(each)
+    if "see" in rows:
+        rows["see"] = manual(rows["see"])
     lines = [each.setting, "", *textwrap.wrap(each.text, _WIDTH, initial_indent="  ", subsequent_indent="  "), ""]
-    lines += [line for title, text in rows.items() if text for line in _row(title, text)]
-    for word, part in (registry or {}).items():
-        lines += [*([] if "choices:" in lines else ["", "choices:"]), *_row(word, _describe_part(word, part))]
+    lines += [line for title, text in rows.items() for line in _row(title, text)]
+    for word, part in (registry_of(each.annotation) or {}).items():
+        lines += [*([] if "choices:" in lines else ["", "choices:"]), *_row(word, describe_part(word, part))]
     return "\n".join(lines) + "\n"
 
 
@@ -146,7 +154,8 @@ def _resume_rule(each: Description) -> str:
     return f"{rule}, but for {', '.join(sorted({f.name for p in parts for f in fields(p) if rules_of(f).resume}))}"
 
 
-def _describe_part(word: str, part: Any) -> str:
+def describe_part(word: str, part: Any) -> str:
+    """Describe a choice of a part, such as `min-snr` of --weighting, in a sentence or as its settings."""
     if part is None:
         return "chosen for the device and the images"
     # A preset of sizes, such as `small`, has no text of its own: its settings say what it is.

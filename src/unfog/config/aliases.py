@@ -38,7 +38,8 @@ USUAL = {
     **dict.fromkeys(("iterations", "max_iters", "max_steps", "num_iterations", "num_steps"), "training.steps"),
     **dict.fromkeys(("max_train_steps", "num_train_steps", "total_steps", "train_steps"), "training.steps"),
     **dict.fromkeys(
-        ("grad_clip", "gradient_clipping", "clip_grad_norm", "gradient_clip_val", "max_grad_norm"), "training.clip"
+        ("clipping", "grad_clip", "gradient_clipping", "clip_grad_norm", "gradient_clip_val", "max_grad_norm"),
+        "training.clip",
     ),
     **dict.fromkeys(("dtype", "mixed_precision"), "training.precision"),
     "gradient_checkpointing": "training.checkpointing",
@@ -115,6 +116,39 @@ _DROPOUT = Advice(
     "--label-dropout",
     ("network", "label_dropout"),
 )
+_FIND_LR = Advice("unfog find-lr SOURCE finds a rate on a throwaway copy, and draws the curve", ("optimizer.lr",))
+_LR_SCALING = Advice(
+    "the automatic learning rate is as the square root of the batch; a linear rule suits SGD",
+    ("optimizer.lr", "training.batch"),
+)
+_POOR = Advice("unfog doctor RUN finds the cause by its symptom; unfog docs fix-it lists symptoms and remedies")
+_BY_LEVEL = Advice(
+    "loss_by_level and held_out_noise_error in metrics.jsonl are the error by noise level; report.html draws them"
+)
+_STRIP = Advice("unfog sample RUN --strip draws the denoising of one image; previews keep one in RUN/denoising")
+_MEMORY = Advice(
+    "unfog plan SOURCE predicts it part by part; a batch that does not fit is split by itself",
+    ("training.microbatch", "training.checkpointing"),
+)
+_DURATION = Advice(
+    "unfog plan SOURCE predicts the time, unfog doctor SOURCE says how long to train on so many images; give --budget, "
+    "--images or --steps",
+    ("training.budget", "training.images", "training.steps"),
+)
+_INVERSE_SNR = Advice("give --weighting inverse-snr", ("diffusion.weighting",))
+_SHARDS = Advice("give the shards as SOURCE: unfog train 'https://host/set-{000..099}.tar'", ("data.cache",))
+_SEVERAL_GPUS = Advice("give torchrun --nproc-per-node 4 -m unfog train SOURCE; unfog docs distributed says more")
+_LOADER = Advice(
+    "images are shuffled in an order that follows from the position; threads and pinned memory need no setting",
+    ("data.cache",),
+)
+_SCALING = Advice(
+    "images are mapped to [-1, 1] by themselves; --data.range gives the range of other values", ("data.range",)
+)
+_OVERFITTING = Advice(
+    "the held-out loss shows it, and unfog doctor RUN reports it; give --augment 0.15, or unfog sample RUN --best",
+    ("data.augment",),
+)
 
 ADVICE = {
     **dict.fromkeys(("amp", "use_amp", "autocast", "grad_scaler", "gradscaler", "fp16", "bf16", "half"), _PRECISION),
@@ -138,6 +172,19 @@ ADVICE = {
     **dict.fromkeys(("nan", "inf", "not_finite"), _NAN),
     **dict.fromkeys(("resume", "resume_from", "resume_from_checkpoint"), _RESUME),
     **dict.fromkeys(("cfg", "classifier_free_guidance"), _GUIDANCE),
+    **dict.fromkeys(("lr_finder", "lr_find", "find_lr", "learning_rate_finder", "lr_range_test"), _FIND_LR),
+    **dict.fromkeys(("linear_scaling", "scale_lr", "linear_scaling_rule"), _LR_SCALING),
+    **dict.fromkeys(("blurry", "noisy", "grey_images", "bad_samples", "poor_samples"), _POOR),
+    **dict.fromkeys(("error_by_timestep", "loss_by_timestep", "noise_prediction_error"), _BY_LEVEL),
+    **dict.fromkeys(("strip", "denoising_strip", "denoising"), _STRIP),
+    **dict.fromkeys(("oom", "out_of_memory", "gpu_memory", "vram"), _MEMORY),
+    **dict.fromkeys(("duration", "how_long", "training_time"), _DURATION),
+    "1/snr": _INVERSE_SNR,
+    **dict.fromkeys(("webdataset", "wds", "streaming"), _SHARDS),
+    **dict.fromkeys(("ddp", "torchrun", "multi_gpu", "num_gpus", "distributed"), _SEVERAL_GPUS),
+    **dict.fromkeys(("shuffle", "pin_memory", "drop_last", "persistent_workers", "prefetch_factor"), _LOADER),
+    **dict.fromkeys(("normalize", "mean", "std"), _SCALING),
+    "overfitting": _OVERFITTING,
     "dropout": _DROPOUT,
 }
 """Words, in lower case and with "_" between them."""

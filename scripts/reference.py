@@ -1,0 +1,294 @@
+"""Write the pages of docs/reference that are made from code: settings, parts, commands, words, Python, findings.
+
+`python scripts/reference.py --check` writes nothing and exits with 1 if a page is out of date; the tests call it so.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import unfog
+from unfog.cli.help import listed_settings
+from unfog.cli.main import USAGE
+from unfog.cli.read_request import REQUESTS
+from unfog.commands.explain import describe_part, setting_rows
+from unfog.config.aliases import ADVICE, OUT, SAMPLING, USUAL
+from unfog.config.describe import Description, describe, field_texts, format_value
+from unfog.config.schema import Config
+from unfog.config.spec_strings import registry_of
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src" / "unfog"
+FOLDER = ROOT / "docs" / "reference"
+MADE = "*`python scripts/reference.py` writes this page from the code; a test checks that it is current.*"
+_SECTIONS = ("Args:", "Returns:", "Raises:", "Attributes:", "Yields:")
+# Classes that the functions of the package return, and the parts that programs of their own use.
+CLASSES = (
+    "unfog.inference.run:Run",
+    "unfog.inference.run:Samples",
+    "unfog.inference.evaluation_files:Evaluation",
+    "unfog.planning.plan:Plan",
+    "unfog.reporting.findings:Finding",
+    "unfog.callbacks:Callback",
+)
+
+
+def settings_page() -> str:
+    """Return the page of all settings of a run, section by section."""
+    names = _other_names()
+    lines = _head(
+        "Settings",
+        f"All {len(describe(Config))} settings of a run. `unfog explain NAME` prints the same in a terminal. A flag "
+        'such as `--optimizer.lr` is `lr` below `[optimizer]` in a file of settings, and `optimizer={"lr": …}` or, '
+        "with a short flag, `lr=…` in Python.",
+    )
+    for section, members in _sections(describe(Config)):
+        lines += [f"## {section or 'Above all sections'}", ""]
+        for each in members:
+            lines += [f"### {each.setting}", "", _escape(each.text), ""]
+            rows = setting_rows(each) | {"in Python": _in_python(each)}
+            rows |= {"elsewhere": ", ".join(f"`{name}`" for name in names.get(each.setting, ()))}
+            lines += [f"- **{title}**: {_value(title, text)}" for title, text in rows.items() if text]
+            registry = registry_of(each.annotation)
+            lines += [f"- **choices**: {_choices(registry)}"] if registry else []
+            lines += [""]
+    return _page(lines)
+
+
+def parts_page() -> str:
+    """Return the page of the kinds of parts, such as schedules, with the settings of each."""
+    lines = _head(
+        "Parts",
+        "Parts of a recipe that a word names, with settings after a colon: `--schedule linear:steps=1000`.",
+    )
+    for each in describe(Config):
+        kinds = {word: part for word, part in (registry_of(each.annotation) or {}).items() if part is not None}
+        if not kinds:
+            continue
+        lines += [f"## --{each.flags[0]}", "", _escape(each.text), ""]
+        for word, part in kinds.items():
+            kind: Any = type(part)
+            if word != kind.kind:
+                lines += [f"### {word}", "", f"`{describe_part(word, part)}`", ""]
+                continue
+            lines += [f"### {word}", "", *_docstring(kind), ""]
+            texts = field_texts(kind)
+            rows = [(f.name, format_value(getattr(part, f.name)), texts.get(f.name, "")) for f in fields(part)]
+            lines += _table(("setting", "default", "meaning"), rows) if rows else []
+    return _page(lines)
+
+
+def commands_page() -> str:
+    """Return the page of all commands, with the settings that belong to each alone."""
+    lines = _head("Commands", "`unfog COMMAND --help` prints what people change, `--help-all` every setting.")
+    lines += ["```", *USAGE.strip().splitlines(), "```", ""]
+    for command, kind in REQUESTS.items():
+        own = [each for each in listed_settings(command, kind) if each.path[0] != "settings"]
+        words = " ".join(each.metavar for each in own if each.positional)
+        lines += [f"## unfog {command}", "", f"`unfog {command} {words}`".replace(" `", "`"), "", *_docstring(kind), ""]
+        rows = [(_flag(each), each.default(), each.text) for each in own]
+        lines += _table(("option", "default", "meaning"), rows) if rows else []
+        if len(own) < len(listed_settings(command, kind)):
+            lines += ["It also takes the [settings](settings.md) of a run.", ""]
+    return _page(lines)
+
+
+def words_page() -> str:
+    """Return the page of the words of other trainers and tutorials."""
+    lines = _head(
+        "Words of other trainers",
+        "What to give here for a flag, an argument or a word that you know from elsewhere. The command line and `unfog "
+        "explain WORD` say the same.",
+    )
+    lines += ["## Words with another name here", ""]
+    lines += _table(("elsewhere", "here"), [(f"`{word}`", f"`{setting}`") for word, setting in sorted(USUAL.items())])
+    lines += ["## Words without a setting", ""]
+    by_advice: dict[str, list[str]] = {}
+    for word, advice in ADVICE.items():
+        by_advice.setdefault(advice.text, []).append(word)
+    rows = [(", ".join(f"`{word}`" for word in words), text) for text, words in by_advice.items()]
+    lines += _table(("elsewhere", "here"), rows)
+    lines += ["## Arguments from Python", ""]
+    rows = [(f"`{word}`", f"`{here}` of `run.sample`") for word, here in sorted(SAMPLING.items())]
+    lines += _table(("elsewhere", "here"), [*rows, *((f"`{word}`", "`out`") for word in OUT)])
+    return _page(lines)
+
+
+def python_page() -> str:
+    """Return the page of the Python interface."""
+    lines = _head("Python", "What `import unfog` offers. [From Python](../python.md) shows it in use.")
+    for name in sorted(unfog.__all__, key=lambda one: (not one.islower(), one.lower())):
+        value = getattr(unfog, name)
+        if callable(value):
+            lines += _member(f"unfog.{name}", value)
+    for path in CLASSES:
+        module, _, name = path.partition(":")
+        kind = getattr(importlib.import_module(module), name)
+        lines += [f"## {name}", "", *_docstring(kind), ""]
+        for member, value in inspect.getmembers(kind):
+            if not member.startswith("_") and member in vars(kind):
+                lines += _member(f"{name}.{member}", value, level=3)
+    return _page(lines)
+
+
+def findings_page() -> str:
+    """Return the page of the findings of the doctor, from where the checks make them."""
+    lines = _head("Findings of the doctor", "`unfog doctor` prints these codes, with evidence and a remedy.")
+    found: dict[str, str] = {}
+    for module in sorted((SOURCE / "checks").rglob("*.py")):
+        for function in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+            if isinstance(function, ast.FunctionDef):
+                text = (ast.get_docstring(function) or "").partition("\n\n")[0].replace("\n", " ")
+                found |= {code: found.get(code) or text for code in _codes(function)}
+    for section, codes in _grouped(found, lambda code: code.partition(".")[0]):
+        lines += [f"## {section}", ""]
+        lines += _table(("code", "check"), [(f"`{code}`", found[code]) for code in codes])
+    return _page(lines)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "settings.md": settings_page,
+    "parts.md": parts_page,
+    "commands.md": commands_page,
+    "words.md": words_page,
+    "python.md": python_page,
+    "findings.md": findings_page,
+}
+
+
+def _codes(function: ast.FunctionDef) -> Iterator[str]:
+    """Yield the codes of the findings that a function makes."""
+    for call in ast.walk(function):
+        if isinstance(call, ast.Call) and call.args and "Finding" in ast.unparse(call.func):
+            first = call.args[0]
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                yield first.value
+
+
+def _other_names() -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {}
+    for word, setting in USUAL.items():
+        names.setdefault(setting, []).append(word)
+    for word, advice in ADVICE.items():
+        for setting in advice.settings:
+            names.setdefault(setting, []).append(word)
+    return names
+
+
+def _sections(settings: Iterable[Description]) -> Iterator[tuple[str, list[Description]]]:
+    return _grouped(list(settings), lambda each: ".".join(each.path[:-1]))
+
+
+def _grouped(each: Iterable[Any], key: Callable[[Any], str]) -> Iterator[tuple[str, list[Any]]]:
+    groups: dict[str, list[Any]] = {}
+    for one in each:
+        groups.setdefault(key(one), []).append(one)
+    yield from sorted(groups.items())
+
+
+def _in_python(each: Description) -> str:
+    *section, last = each.path
+    short = next((flag.replace("-", "_") for flag in each.flags if "." not in flag and len(flag) > 1), "")
+    return f"`{short}=…`" if short else f'`{section[-1]}={{"{last}": …}}`'
+
+
+def _value(title: str, text: str) -> str:
+    if title == "flag":
+        return f"`{text}`"
+    if title == "in TOML":
+        name, _, place = text.partition(", ")
+        return f"`{name}`, " + re.sub(r"(\[[a-z_.]+\])", r"`\1`", place)
+    if title == "see":
+        return f"[{text}](../{text.removeprefix('docs/')})" if text.startswith("docs/") else f"`{text}`"
+    return text if title in ("in Python", "elsewhere") else _escape(text)
+
+
+def _choices(registry: dict[str, Any]) -> str:
+    return ", ".join(f"`{word}`" for word in registry) + "; see [parts](parts.md)"
+
+
+def _flag(each: Description) -> str:
+    name = each.metavar if each.positional else f"--{each.flags[0]} {each.metavar}".rstrip()
+    return f"`{name}`"
+
+
+def _member(name: str, value: Any, level: int = 2) -> list[str]:
+    """Return the signature and the docstring of a function, method, property or attribute."""
+    lines = [f"{'#' * level} {name}", ""]
+    try:
+        signature = str(inspect.signature(value))
+        for pattern, text in ((r"<function .*? at \w+>", "…"), (r"(?<=[:>] )'([^']*)'", r"\1")):
+            signature = re.sub(pattern, text, signature)
+        lines += ["```python", f"{name}{signature}", "```", ""]
+    except (TypeError, ValueError):
+        pass
+    return [*lines, *_docstring(value), ""]
+
+
+def _docstring(value: Any) -> list[str]:
+    """Return a docstring as Markdown: sections such as "Args:" as lists, other indented lines as code."""
+    lines: list[str] = []
+    section = code = False
+    for line in (inspect.getdoc(value) or "").splitlines():
+        if line and not line.startswith(" "):
+            lines += ["```", ""] * code
+            section, code = line in _SECTIONS, False
+            lines += [f"**{line.removesuffix(':')}**", ""] if section else [line]
+        elif section:
+            # An item begins at the indent of its section; what is deeper continues it.
+            lines.append(f"- {line.strip()}" if line.startswith("    ") and line[4:5].strip() else line)
+        else:
+            lines += [*([""] if lines and lines[-1] else []), "```bash"] * (bool(line) and not code)
+            code = code or bool(line)
+            # What a command does stands beside it, far to the right.
+            lines.append(re.sub(r"(?<=\S) {2,}(?=\S)", "  # ", line.strip()) if code else line)
+    return re.sub(r"\n+```$", "\n```", "\n".join([*lines, *["```"] * code]), flags=re.M).splitlines()
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    body = ["| " + " | ".join(cell if cell.startswith("`") else _escape(cell) for cell in row) + " |" for row in rows]
+    # A pipe ends a cell, inside of code too.
+    body = [re.sub(r"(?<=\w)\|(?=\w)", r"\\|", line) for line in body]
+    return ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *body, ""]
+
+
+def _escape(text: str) -> str:
+    """Return text in which no character means something to Markdown but pairs of backticks."""
+    parts = " ".join(text.split()).split("`")
+    return "`".join(re.sub(r"([*<>\[\]])", r"\\\1", part) if i % 2 == 0 else part for i, part in enumerate(parts))
+
+
+def _head(title: str, text: str) -> list[str]:
+    return [f"# {title}", "", text, "", MADE, ""]
+
+
+def _page(lines: Iterable[str]) -> str:
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+
+def main() -> int:
+    """Write or check the pages."""
+    stale = []
+    for name, make in PAGES.items():
+        path, text = FOLDER / name, make()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            stale.append(name)
+            if "--check" not in sys.argv:
+                FOLDER.mkdir(exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+    if stale and "--check" in sys.argv:
+        print(f"docs/reference/{', '.join(stale)} out of date; run: python scripts/reference.py")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Build the site into src/unfog/site, from the pages of docs and the files of the project that belong to it.
+
+Links to files that are not pages, such as modules, become plain text, as the site is read without the repository.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ROOT / "build" / "pages"
+# Files outside of docs -> page.
+OTHERS = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "SECURITY.md": "project/security.md",
+    "benchmarks/LEDGER.md": "project/ledger.md",
+    "benchmarks/speedrun/README.md": "project/speedrun.md",
+}
+_FENCED = re.compile(r"(^ *```.*?^ *```$)", re.M | re.S)
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
+
+
+def page_of(file: Path) -> str | None:
+    """Return the page, below the folder of pages, that a file of the repository becomes; None if it becomes none."""
+    name = file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else ""
+    if name.startswith("docs/"):
+        return name.removeprefix("docs/") if file.is_file() else None
+    return OTHERS.get(name)
+
+
+def convert(text: str, file: Path) -> str:
+    """Return the text of a page of the site, with links to other pages of it."""
+    here = Path(page_of(file) or "").parent
+
+    def link(match: re.Match[str]) -> str:
+        picture, shown, target = match.groups()
+        path, hash, anchor = target.partition("#")
+        if not path or re.match(r"[a-z]+:", target):
+            return match[0]
+        page = page_of((file.parent / path).resolve())
+        if page is None:
+            return "" if picture else shown if "`" in shown else f"{shown} (`{path.lstrip('./')}`)"
+        return f"{picture}[{shown}]({os.path.relpath(page, here)}{hash}{anchor})"
+
+    return "".join(part if i % 2 else _LINK.sub(link, part) for i, part in enumerate(_FENCED.split(text)))
+
+
+def write_pages() -> None:
+    """Write all pages, and the pictures that they show."""
+    shutil.rmtree(PAGES, ignore_errors=True)
+    for file in [*(path for path in (ROOT / "docs").rglob("*") if path.is_file()), *(ROOT / name for name in OTHERS)]:
+        page = PAGES / (page_of(file) or "")
+        page.parent.mkdir(parents=True, exist_ok=True)
+        if file.suffix == ".md":
+            page.write_text(convert(file.read_text(encoding="utf-8"), file), encoding="utf-8")
+        else:
+            shutil.copyfile(file, page)
+
+
+def not_in_navigation() -> list[str]:
+    """Return the pages that zensical.toml leaves out."""
+    named = set(_named(tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]))
+    return sorted({path.relative_to(PAGES).as_posix() for path in PAGES.rglob("*.md")} - named)
+
+
+def _named(entry: Any) -> Iterator[str]:
+    if isinstance(entry, str):
+        yield entry
+    else:
+        for each in entry.values() if isinstance(entry, dict) else entry:
+            yield from _named(each)
+
+
+def main() -> int:
+    """Build the site, and return the exit status: 1 for a dead link, or a page that the navigation leaves out."""
+    write_pages()
+    # Decisions are reached from their list.
+    if left_out := [page for page in not_in_navigation() if not page.startswith("decisions/")]:
+        print(f"zensical.toml has no place for {', '.join(left_out)}")
+        return 1
+    zensical = Path(sys.executable).with_name("zensical")
+    done = subprocess.run([zensical, "build", "--strict", "--clean"], cwd=ROOT)
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""The pages of docs/reference are those of the code, and the site has a place for every page and no dead link."""
+
+import ast
+import re
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "unfog"
+
+
+@pytest.mark.slow
+def test_pages_made_from_code_are_current():
+    done = subprocess.run([sys.executable, "scripts/reference.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_event_and_variable_is_on_the_page_of_files():
+    page, modules = (ROOT / "docs/reference/files.md").read_text(), [*SOURCE.rglob("*.py")]
+    kinds, variables = set(), set()
+    for module in modules:
+        text = module.read_text()
+        variables |= set(re.findall(r'"(UNFOG_[A-Z]+(?:_[A-Z]+)*)"', text))
+        if ".event(" in text or "_tell(" in text or "_EVENT = " in text:
+            kinds |= {kind for kind in _kinds(ast.parse(text)) if re.fullmatch("[a-z_]+", kind)}
+    assert len(kinds) > 20
+    assert len(variables) > 3
+    assert [name for name in sorted(kinds | variables) if f"`{name}`" not in page] == []
+
+
+def _kinds(tree):
+    """Return the kinds of events that a module names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            if node.func.attr in ("event", "_tell"):
+                yield from (one.value for one in ast.walk(node.args[0]) if isinstance(one, ast.Constant))
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith("_EVENT"):
+            yield node.value.value
+
+
+@pytest.mark.slow
+def test_the_site_is_built_and_served_without_another_machine():
+    subprocess.run([sys.executable, "scripts/site.py"], cwd=ROOT, check=True, capture_output=True)
+    command = [sys.executable, "-m", "unfog", "docs", "sampling", "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        try:
+            address = server.stdout.readline().strip()
+            with urllib.request.urlopen(address, timeout=20) as answer:
+                page = answer.read().decode()
+        finally:
+            server.terminate()
+    assert "<title>Sampling" in page
+    assert re.findall(r'(?:src|href)="(https?:[^"]*\.(?:js|css|woff2?))"', page) == []
