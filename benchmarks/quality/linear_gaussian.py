@@ -1,8 +1,8 @@
 """Train on images whose conditional mean and covariance are known in closed form, and measure samples against these.
 
-    python benchmarks/quality/linear_gaussian.py OUT [--steps 1500] [--samples 1000]
+    python benchmarks/quality/linear_gaussian.py OUT [--steps 3000] [--samples 1000]
 
-Images are x = a P + b Q + 0.3 e, of 8x8 values: a and b have mean 0, deviation 1 and correlation 0.6, P and Q are
+Images are x = a P + b Q + 0.3 e, of 4x4 values: a and b have mean 0, deviation 1 and correlation 0.6, P and Q are
 patterns of unit power that are not orthogonal, and e is normal noise. Given a, b, both or neither, x is normal with a
 mean and a covariance that follow from the rules of Gaussian conditioning. For each of these cases the script draws
 samples, and prints the mean along P and Q and the covariance of these two coordinates beside the exact ones, and the
@@ -17,16 +17,16 @@ import unfog
 
 import numpy as np
 
-CORRELATION, NOISE, SIDE = 0.6, 0.3, 8
+CORRELATION, NOISE, SIDE = 0.6, 0.3, 4
 COVARIANCE = np.array([[1.0, CORRELATION], [CORRELATION, 1.0]])
 CASES = [{"a": 1.0, "b": -0.5}, {"a": 1.0}, {"b": -1.0}, {"a": -1.5, "b": -1.0}, {}]
 
 
 def patterns() -> np.ndarray:
-    """Return P and Q, [2, 64], each with a mean square of 1 and with an inner product of 0.3 times 64."""
+    """Return P and Q, [2, 16], each with a mean square of 1 and with an inner product of 0.3 times 16."""
     x, y = np.meshgrid(*[np.linspace(-1, 1, SIDE)] * 2)
     first = x.ravel() / np.sqrt(np.mean(x**2))
-    second = (x * x - y * y).ravel()
+    second = (x * x - y * y).ravel()  # orthogonal to the first
     second /= np.sqrt(np.mean(second**2))
     return np.stack([first, 0.3 * first + np.sqrt(1 - 0.3**2) * second])
 
@@ -42,7 +42,7 @@ def exact(given: dict[str, float]) -> tuple[np.ndarray, np.ndarray]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--samples", type=int, default=1000)
     arguments = parser.parse_args()
     draw, both = np.random.default_rng(0), patterns()
@@ -54,8 +54,8 @@ def main() -> None:
         conditions={"a": numbers[:, 0], "b": numbers[:, 1]},
         condition_dropout=0.2,
         size=SIDE,
-        network="dit:depth=3,width=128,patch=4",
-        batch=64,
+        network="dit:depth=2,width=64,patch=2",
+        batch=128,
         steps=arguments.steps,
         data={"dtype": "float32", "held_out": 0},
         preview={"every": -1},

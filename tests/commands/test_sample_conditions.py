@@ -171,6 +171,19 @@ def test_a_grid_is_one_picture_from_one_noise(run, tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
+def test_a_class_that_was_never_hidden_has_to_be_given(tmp_path):
+    images, labels = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 1), np.uint8), ["a", "b"] * 4
+    settings = {"size": 8, "network": TRANSFORMER, "batch": 4, "device": "cpu", "sampler": {"steps": 2}}
+    settings |= {"preview": {"every": -1, "images": 2}, "evaluate": {"every": -1}, "label_dropout": 0}
+    made = unfog.train(images, labels=labels, out=tmp_path / "run", steps=1, **settings)
+    for given in ({"class": None}, {"class": ["a", None]}):
+        with pytest.raises(RequestError, match="never hid the class"):
+            made.sample(2, given=given)
+    with pytest.raises(RequestError, match="needs a network trained with --label-dropout"):
+        made.sample(2, guidance={"class": 2})
+    assert len(made.sample(grid={"class": "all"})) == 2
+
+
 def test_a_grid_of_noise_levels_is_one_word_as_before(run, tmp_path):
     for i, words in enumerate((("--grid", "karras", run.path), (run.path, "--grid=karras"))):
         words = ("sample", *words, "--device", "cpu", "--steps", 2, "-n", 1, "--out", tmp_path / f"{i}")

@@ -37,6 +37,7 @@ from unfog.reporting.notebook import figure, table
 from unfog.reporting.progress import plural, warn
 from unfog.text import format_bytes, sanitize
 from unfog.training.precision import DTYPES
+from unfog.values.columns import CLASS
 from unfog.values.condition_format import ConditionFormat, Given
 from unfog.values.condition_grid import CellNames
 from unfog.values.guidance import passes, spell_guidance
@@ -330,10 +331,15 @@ class Run(LoadedRun):
         return PreparedSampling(generation, guidance.guide, edit, caption, measurement, told.cells, told.files)
 
     def _untold(self, generation: GenerationSettings) -> list[str]:
-        """Return a line if a condition is not given, and the run never hid any in training."""
-        untold = self.config.conditions.untold(generation.given)
-        if not untold or self.config.condition_dropout or self.config.label_dropout:
+        """Return a line if a condition is not given, and the run never hid any in training.
+
+        RequestError if that is the class, as the network may have no number for "not known".
+        """
+        config, untold = self.config, self.config.conditions.untold(generation.given)
+        if not untold or config.label_dropout or (config.columns and config.condition_dropout):
             return []
+        if CLASS in untold:
+            raise RequestError("the run never hid the class in training; give each sample a class, such as --label")
         return [
             f"the run never hid {', '.join(untold)} in training, and samples without may be poor; give each a value"
         ]

@@ -233,7 +233,7 @@ class ConditionFormat:
                 raise RequestError(f"given {name!r} has {len(values)} values, and cells of a grid share one; give one")
             found.append((name, values))
         shared = self.names(tuple(one for one in found if one[0] not in axes), 1)[0]
-        return tuple(found), CellNames(*names, *[()] * (2 - len(names)), (shared,) if shared else ())
+        return tuple(found), CellNames(names[0], names[1] if names[1:] else (), (shared,) if shared else ())
 
     def _unknown(self, name: str) -> str:
         known = self._facts_by_name

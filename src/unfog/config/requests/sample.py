@@ -38,7 +38,7 @@ class SamplingRequest:
     """Sampler. Default: the run's."""
     grid: SampleGrid | None = setting(None, metavar="GRID|NAME=VALUES …")
     """Grid of noise levels: schedule, karras, logsnr or tuned. Default: the run's. Or one or two conditions against
-    each other, such as age=20..80 stain=all, in one picture from the same noise; -n is the number of its cells."""
+    each other, such as age=20..80 stain=all, in one picture from the same noise."""
     levels: tuple[float, ...] = ()
     """Noise levels to sample at, instead of --steps and --grid: falling shares of noise, such as 1 0.8 0.5 0.2."""
     guidance: GuidanceScale | None = setting(None, metavar="NUMBER|NAME=NUMBER,…")
@@ -90,6 +90,7 @@ class SampleRequest(SamplingRequest):
       unfog sample runs/photos --image me.png --strength 0.4   variations of me.png
       unfog sample runs/photos --image me.png --mask mask.png  repaint the white part
       unfog sample runs/ct --measure a.py --observed y.npy     solve y = a(x) + noise
+      unfog sample runs/cells --grid age=20..80 stain=all      conditions against each other
 
     Image i of a seed is the same for every -n. RUN may be a folder of diffusers: a UNet2DModel with its scheduler.
     """
@@ -103,7 +104,7 @@ class SampleRequest(SamplingRequest):
     given: tuple[str, ...] = setting((), metavar="NAME=VALUE …")
     """Conditions by the names of columns, such as age=60, class=cat,dog; images cycle through several values."""
     given_table: Path | None = setting(None, metavar="TABLE")
-    """A .csv, .tsv or .jsonl file with conditions as columns: an image for each row. An empty cell hides it."""
+    """A .csv, .tsv or .jsonl file with conditions as columns: an image for each row. Empty cells are not told."""
     guide: str | None = setting(None, metavar="auto|none|RUN[:STEP]")
     """Weaker network to guide away from: none, or this run's EMA at 30% of its steps (auto). Default: the run's."""
     guide_checkpoint: int | None = setting(None, metavar="STEP")

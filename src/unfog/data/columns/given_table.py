@@ -18,6 +18,7 @@ from unfog.values.condition_kinds import ColumnFacts, kind_of
 
 MOST_ROWS = 1_000_000
 """Most rows of a table of conditions."""
+_COMPARED, _SHOWN = 1000, 12  # columns whose names are compared with those of conditions, and shown in a message
 
 
 class GivenTable(NamedTuple):
@@ -28,7 +29,7 @@ class GivenTable(NamedTuple):
     files: list[str]
     """The name of each row's file, without folders and suffix; [] without a column of file names."""
     unused: list[str]
-    """Columns without a condition of this name."""
+    """The first columns without a condition of this name."""
 
     @property
     def rows(self) -> int:
@@ -58,7 +59,7 @@ def read_given_table(path: Path, format: ConditionFormat) -> GivenTable:
         name: [_word(said, i, facts[name], row.get(columns[name])) for i, row in enumerate(rows)] for name in columns
     }
     files = [_stem(row.get(file)) for row in rows] if file else []
-    return GivenTable(given, files, [sanitize(name) for name in others if name != file])
+    return GivenTable(given, files, [sanitize(name[:60]) for name in others if name != file][:_SHOWN])
 
 
 def _usual(header: Sequence[str], known: Sequence[str], facts: Mapping[str, ColumnFacts]) -> str:
@@ -71,14 +72,14 @@ def _check_names(
     said: str, others: Sequence[str], facts: Mapping[str, ColumnFacts], columns: Mapping[str, str]
 ) -> None:
     missing = [name for name in facts if name not in columns]
-    for name in others:
+    for name in others[:_COMPARED]:
         if near := get_close_matches(name.strip(), missing, 1, 0.7):
             raise RequestError(f"{said} has a column {sanitize(name[:60])!r}; did you mean {near[0]!r}?")
     if not facts:
         raise RequestError(f"{said}: this run has no conditions, so omit given_table")
     if not columns:
         raise RequestError(
-            f"{said} has no column of a condition, only {', '.join(map(sanitize, others[:12]))}; the conditions of "
+            f"{said} has no column of a condition, only {', '.join(map(sanitize, others[:_SHOWN]))}; the conditions of "
             f"this run are {', '.join(facts)}"
         )
 

@@ -82,10 +82,9 @@ def read_rows(table: LabelTable) -> list[Mapping[str, Any]]:
     """Return the rows of a table of any columns, without those that are empty. RequestError if it is unfit."""
 
     def check(header: Sequence[str]) -> None:
-        if twice := next((name for name in header if header.count(name) > 1), None):
-            raise RequestError(
-                f"{sanitize(table.name)} has {header.count(twice)} columns called {sanitize(twice)}; keep one"
-            )
+        name, count = Counter(header).most_common(1)[0]
+        if count > 1:
+            raise RequestError(f"{sanitize(table.name)} has {count} columns called {sanitize(name)}; keep one")
 
     return _read(table, check, lambda rows: [row for row in rows if not _is_blank(row)])[0]
 
