@@ -232,7 +232,7 @@ class ConditionFormat:
             elif len(values) > 1:
                 raise RequestError(f"given {name!r} has {len(values)} values, and cells of a grid share one; give one")
             found.append((name, values))
-        shared = self.names(tuple(one for one in found if one[0] not in axes), 1)[0]
+        shared = " ".join(self.names(tuple(one for one in found if one[0] not in axes), 1)[:1])
         return tuple(found), CellNames(names[0], names[1] if names[1:] else (), (shared,) if shared else ())
 
     def _unknown(self, name: str) -> str:
