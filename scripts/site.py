@@ -20,6 +20,7 @@ PAGES = ROOT / "build" / "pages"
 # Files outside of docs -> page.
 OTHERS = {
     "README.md": "index.md",
+    "CODE_OF_CONDUCT.md": "project/conduct.md",
     "CONTRIBUTING.md": "project/contributing.md",
     "CHANGELOG.md": "project/changelog.md",
     "SECURITY.md": "project/security.md",
