@@ -122,14 +122,17 @@ def stored_source(
 
         consent.give_to_source(source)
         return path_of(source, "source")
-    from unfog.data.settings import Data
+    from unfog.data.settings import Data, parse_condition
     from unfog.data.sources.image_objects import Storing
     from unfog.data.sources.stored_images import Report, StoredImages
     from unfog.reporting.progress import Progress, say
 
     with Progress("storing images", None) as progress:
-        storing = Storing.of(data or Data())
-        return str(StoredImages.store(source, labels, Report(say, progress.set), storing, conditions))
+        data = data or Data()
+        table, wanted = parse_condition(data.condition)
+        columns = () if table else tuple(wanted)
+        report = Report(say, progress.set)
+        return str(StoredImages.store(source, labels, report, Storing.of(data), conditions, columns))
 
 
 def path_of(given: object, name: str = "path") -> str:
@@ -165,19 +168,22 @@ def _pop_labels(source: object, settings: dict[str, Any]) -> Any:
 def _pop_conditions(source: object, settings: dict[str, Any]) -> Mapping[str, Any]:
     """Take `conditions`, values by name of column, out of the settings, and add the names to the setting `condition`.
 
-    RequestError if they are not such values, or the images are not objects, whose order they could be in.
+    Values of images that are objects are in their order, and are returned; those of files are by their names, and
+    become a table in the cache. RequestError if they are not such values.
     """
+    from unfog.data.columns.given import columns_by_name, store_table
+
     conditions = settings.pop("conditions", None)
     if conditions is None:
         return {}
-    if not isinstance(conditions, Mapping) or not all(isinstance(name, str) for name in conditions):
-        raise RequestError(f'conditions = {conditions!r:.60} must be a dict of arrays, such as {{"age": ages}}')
+    columns = columns_by_name(conditions)
+    given = settings if "condition" in settings else settings.get("data", {})
+    named = given.get("condition", "") if isinstance(given, Mapping) else ""
     if isinstance(source, str | PathLike):
-        raise RequestError(
-            "conditions as arrays need images as an array; beside files, write metadata.csv with a row for each, and "
-            f'give condition="{",".join(conditions)}"'
-        )
-    named = settings.get("condition", settings.get("data", {}).get("condition", ""))
-    if not named and conditions:
-        settings["condition"] = ",".join(conditions)
-    return conditions
+        settings["condition"] = store_table(columns, named)
+        if given is not settings and named:
+            settings["data"] = {name: value for name, value in given.items() if name != "condition"}
+        return {}
+    if not named and columns:
+        settings["condition"] = ",".join(columns)
+    return columns

@@ -16,6 +16,7 @@ from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml, update
 from unfog.errors import RequestError
+from unfog.models.settings import TextEncoderSettings
 from unfog.settings import NO_AUTO, auto_value, is_auto
 from unfog.training.settings import Training
 
@@ -31,6 +32,8 @@ STORED = {
     "data.labels": "auto",
     "data.cache": "auto",
     "network": None,
+    "text_encoder.layers": 0,
+    "text_encoder.width": 0,
     "training.batch": 0,
     "training.microbatch": 0,
     "training.precision": "auto",
@@ -67,6 +70,7 @@ GIVEN = replace(
         labels="none",
         cache="disk",
     ),
+    text_encoder=TextEncoderSettings(3, 64),
     training=Training(
         batch=8,
         microbatch=4,

@@ -36,7 +36,7 @@ def make(folder: Path, images: int) -> Path:
         rows["label"] = np.arange(each) % 10
         names = b"".join(b"%08d.png" % i for i in range(each))
         entry = IndexEntry(rows, names, [("class", str(i)) for i in range(10)])
-        entry.save(kept / f"{shard_index._key(path, state)}.piece.npz")
+        entry.save(kept / f"{shard_index.shard_key(path, state)}.piece.npz")
     open_source(folder)  # combines them
     return folder
 

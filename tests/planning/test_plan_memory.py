@@ -40,6 +40,7 @@ from unfog.planning.microbatch import (  # given any limit, and compared with th
 from unfog.process import device as memory
 from unfog.process.device import available_memory, control_group_memory
 from unfog.training.settings import AdamW, EmaSnapshots, Training
+from unfog.values.condition_kinds import NUMBER_INPUTS, ColumnFacts
 
 pytestmark = pytest.mark.slow
 
@@ -64,6 +65,24 @@ def test_a_trace_holds_what_is_alive_and_no_more():
     trace = Trace.record(work, "cpu")
     assert live(trace) == 8000
     assert sum(e >= 0 for e in trace.events) == sum(e < 0 for e in trace.events) == len(trace.sizes) == 4
+
+
+def test_layers_of_conditions_are_counted():
+    facts = (
+        ColumnFacts("kind", "category", tuple(map(str, range(1000)))),
+        ColumnFacts("age", "number", (), (0, 1, -1, 1)),
+    )
+    plain, told = config(), replace(config(), columns=facts)
+    layer = build_network(told).column_embedding
+    weights = (1001 + NUMBER_INPUTS) * layer.linear.out_features
+    assert layer.linear.weight.numel() == weights
+    before, after = (MemoryEstimator(each, "cpu").step(8, False) for each in (plain, told))
+    more = {part: after.parts[part] - before.parts[part] for part in ("parameters", "moments")}
+    assert more == {
+        "parameters": 4 * weights + sum(each.nbytes for each in layer.buffers()),
+        "moments": 8 * weights + 4,
+    }  # and a count of steps
+    assert memory_upper_bound(told, 8) > after.total
 
 
 def test_parts_of_a_step():

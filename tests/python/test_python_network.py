@@ -98,6 +98,54 @@ def test_a_run_with_a_network_of_its_own_takes_none(tmp_path):
         unfog.load(run.path, network=Net())
 
 
+class Named(Net):
+    """A network whose parameters are named as conditions."""
+
+    def __init__(self):
+        super().__init__(classes=2)
+        self.age, self.marks = nn.Linear(1, 4, bias=False), nn.Linear(2, 4, bias=False)
+
+    def forward(self, x, noise, age, stain, **others):
+        assert {*others} == {"marks"}
+        h = super().forward(x, noise, stain)
+        told = self.age(torch.nan_to_num(age)[:, None] / 100) + self.marks(torch.nan_to_num(others["marks"]))
+        return h * (1 + told.mean(1))[:, None, None, None]
+
+
+def pixels(run, **given):
+    return run.sample(2, given=given, guidance=1, steps=2)
+
+
+@pytest.mark.slow
+def test_conditions_reach_the_parameters_that_are_named_as_they(tmp_path):
+    conditions = {"age": range(20, 32), "stain": ["a", "b"] * 6, "marks": [["x", "y"], ["x"], []] * 4}
+    settings = SETTINGS | {"evaluate": {"every": 1}, "microbatch": 2}
+    run = unfog.train(IMAGES, out=tmp_path / "run", conditions=conditions, steps=2, network=Named(), **settings)
+    run = unfog.resume(run.path, steps=3, network=Named())
+    usual = pixels(run, age=60, stain="a", marks="x")
+    assert np.array_equal(usual, pixels(run, age=60, stain="a", marks="x"))
+    for other in ({"age": 90}, {"stain": "b"}, {"marks": "y"}, {"marks": "x;y"}):
+        assert not np.array_equal(usual, pixels(run, **{"age": 60, "stain": "a", "marks": "x", **other}))
+    for lacks, said in (({"age", "stain", "marks"} - {"age"}, "needs age"), ({"age", "marks"}, "needs stain")):
+        some = {name: values for name, values in conditions.items() if name in lacks}
+        with pytest.raises(RequestError, match=said):
+            unfog.train(IMAGES, out=tmp_path / said, conditions=some, steps=1, network=Named(), **SETTINGS)
+    conditions = {"age": range(12), "more": range(12)}
+    with pytest.raises(RequestError, match="the images have more: add a parameter"):
+        unfog.train(IMAGES, out=tmp_path / "more", conditions=conditions, steps=1, network=Age(), **SETTINGS)
+
+
+class Age(Net):
+    def forward(self, x, noise, age=None):
+        return super().forward(x, noise) + 0 * age.mean()
+
+
+@pytest.mark.slow
+def test_a_network_that_lets_unknown_values_through_is_refused_before_training(tmp_path):
+    with pytest.raises(RequestError, match="not finite"):
+        unfog.train(IMAGES, out=tmp_path / "run", conditions={"age": range(12)}, steps=1, network=Age(), **SETTINGS)
+
+
 class Returns(Net):
     """A network that returns something else."""
 

@@ -1,19 +1,27 @@
 """Numbers, categories, several and vectors of a table, from training to samples."""
 
+import os
+import signal
+import time
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 import unfog
+from launches import ended, launched, output, workers  # noqa: F401  a fixture
 from unfog.cli.main import main
 from unfog.errors import RequestError
-from unfog.models.condition_layers import ColumnEmbedding
+from unfog.inference.model_card import _data
+from unfog.inference.run import Run
+from unfog.models.condition_layers import ColumnEmbedding, column_inputs
 from unfog.models.network_settings import build_model
 from unfog.models.settings import SIZES
 from unfog.runs.weights.weights_source import _EMBEDDINGS
 from unfog.values.columns import Column
 from unfog.values.condition_format import ConditionFormat, conditions_of, facts_of
+from unfog.values.conditions import Conditions
 
 NAN = float("nan")
 NEVER = {"every": -1}
@@ -30,9 +38,9 @@ TOLD = conditions_of(COLUMNS)._replace(label=torch.tensor([0, 1, 0]))
 
 
 def main_status(words):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as left:
         main(words)
-    return ended.value.code
+    return left.value.code
 
 
 @pytest.fixture
@@ -69,6 +77,9 @@ def test_a_table_is_trained_resumed_and_drawn_from(cells, tmp_path, capsys):
         "place": "vector",
         "stain": "category",
     }
+    rows = dict(_data(run).rows)
+    assert rows["condition stain"] == "category, 2 values: HE, PAS"
+    assert rows["condition age"].startswith("number, 0 to 29")
     unfog.resume(tmp_path / "run", steps=2)
     words = ["sample", str(run.path), "-n", "4", "--steps", "2", "--device", "cpu", "--out", str(tmp_path / "out")]
     assert main_status([*words, "--given", "age=3,90", "stain=HE", "marks=red", "place=1;2", "--guidance", "2"]) in (
@@ -181,3 +192,85 @@ def test_words_of_a_command_become_values():
     told = FORMAT.conditions(given, range(2))
     assert told.vectors.tolist() == [[1, 2], [1, 2]]
     assert told.categories.tolist() == [[-1], [-1]]
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("ended")
+def test_two_ranks_with_conditions_that_are_killed_end_as_if_nothing_had_happened(cells, tmp_path):
+    words = [
+        "--condition",
+        "age,stain,marks,place",
+        "--size",
+        "16",
+        "--network",
+        "tiny",
+        "--batch",
+        "4",
+        "--steps",
+        "12",
+    ]
+    words += ["--checkpoint.every", "3", "--checkpoint.keep", "9", "--preview.every", "-1", "--evaluate.every", "-1"]
+    words += ["--device", "cpu", "--microbatch", "1"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert output(launched(2, "train", whole, *words, images=cells)).count("condition age: number") == 1
+    process = launched(2, "train", killed, *words, images=cells)
+    while not (killed / "checkpoints" / "00000003").is_dir():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    for worker in workers(process).values():
+        os.kill(worker, signal.SIGKILL)
+    process.communicate()
+    output(launched(2, "resume", killed))
+    for name in ("model.safetensors", "ema.safetensors"):
+        first, second = (run / "checkpoints" / "00000012" / name for run in (whole, killed))
+        assert first.read_bytes() == second.read_bytes()
+    shift(cells)
+    said = launched(2, "resume", killed, "--steps", "13").communicate(timeout=300)[0]
+    assert "columns with other values: age" in said
+
+
+def outputs(network, told):
+    x = torch.randn(3, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return network.eval()(x, torch.tensor([1.0, 400.0, 900.0]), told)
+
+
+@pytest.mark.slow
+def test_a_condition_that_is_added_to_a_trained_run_begins_at_zero(cells, tmp_path, capsys):
+    settings = TINY | {"lr": 1e-2}
+    old = unfog.train(cells, out=tmp_path / "old", condition="age", steps=4, data={"labels": "none"}, **settings)
+    new = unfog.train(cells, out=tmp_path / "new", condition="age,stain", init=old.path, steps=2, **settings)
+    assert "stain begins at zero" in "".join(capsys.readouterr())
+    first = Run(new.path, step=0).network
+    ages = Conditions(numbers=torch.tensor([[3.0], [25.0], [NAN]]))
+    before = outputs(old.network, ages)
+    assert not torch.allclose(before[0], outputs(old.network, ages.dropped())[0]), "the age has an effect"
+    for stain in ([0, 1, -1], [1, -1, 0]):
+        torch.testing.assert_close(outputs(first, ages._replace(categories=torch.tensor(stain)[:, None])), before)
+    weight = new.network.column_embedding.linear.weight
+    assert float(weight[:, 12:].abs().max()) > 0, "the layer of the stain is trained"
+    other = unfog.train(cells, out=tmp_path / "other", condition="stain", init=old.path, steps=1, **settings)
+    assert "stain begins at zero" in "".join(capsys.readouterr())
+    assert float(Run(other.path, step=0).network.column_embedding.linear.weight.abs().max()) == 0
+
+
+def test_places_of_columns_in_the_layer_are_those_that_it_computes():
+    embedding = build_model(SIZES["tiny"], 1, FORMAT).column_embedding
+    places = column_inputs(FORMAT.columns)
+    assert sum(place.stop - place.start for place in places.values()) == embedding.linear.in_features
+    for one in FORMAT.columns:
+        (column,) = (each for each in COLUMNS if each.name == one.name)
+        other = TOLD._replace(
+            **conditions_of([*(each for each in COLUMNS if each is not column), column.rows([1, 0, 2])])._asdict()
+        )
+        with torch.no_grad():
+            embedding.linear.weight.zero_()
+            embedding.linear.weight[:, places[one.name]] = 1 + torch.arange(
+                places[one.name].stop - places[one.name].start
+            )
+        assert not torch.equal(embedding(TOLD, 3, torch.float32), embedding(other, 3, torch.float32))
+        with torch.no_grad():
+            embedding.linear.weight.fill_(1.0)
+            embedding.linear.weight[:, places[one.name]] = 0
+        torch.testing.assert_close(embedding(TOLD, 3, torch.float32), embedding(other, 3, torch.float32))

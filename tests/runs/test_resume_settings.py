@@ -299,6 +299,7 @@ REFUSED = (
         "data.upright",
         "data.condition",
         "network",
+        "text_encoder.",
         "autoencoder_folder",
         "latents.",
         "autoencoder.",

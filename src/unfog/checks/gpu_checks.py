@@ -214,7 +214,7 @@ class StepChecks:
         self._eager = found = StepTime.measure(trial.run)
         waits = waits_for_device(lambda: trial.run(_FEW_STEPS), self.device)
         config, batch = self.config, self.config.training.batch
-        cost = NetworkCost.of(lambda: build_network(config), config.input_shape)
+        cost = NetworkCost.of(lambda: build_network(config), config.input_shape, config.conditions)
         rate = batch / found.step
         count = sum(p.numel() for p in trial.state.model.parameters())
         said = (

@@ -16,7 +16,7 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import Autoencoder, Latents
-from unfog.models.settings import Architecture
+from unfog.models.settings import Architecture, TextEncoderSettings
 from unfog.reporting.log_settings import Log
 from unfog.settings import check_bounds, is_auto, rules_of, setting
 from unfog.text import suggest, without_secrets
@@ -81,6 +81,7 @@ class Config:
         see="docs/decisions/0007-default-recipe.md",
     )
     """The network: auto, a size or a kind, with changes after a colon, such as small:dropout=0.1 or dit:patch=4."""
+    text_encoder: TextEncoderSettings = setting(TextEncoderSettings(), added_later=True, see="docs/networks.md")
     autoencoder_folder: str = setting(
         "",
         short="autoencoder",
@@ -252,7 +253,8 @@ class Config:
     def conditions(self) -> ConditionFormat:
         """Format of the conditions that the network receives with an image."""
         mask = self.data.channels if self.data.has_unknown else 0
-        return ConditionFormat(self.classes, AUGMENT_INPUTS if self.data.augment else 0, self.columns, mask)
+        augment, text = AUGMENT_INPUTS if self.data.augment else 0, self.text_encoder
+        return ConditionFormat(self.classes, augment, self.columns, mask, text.layers, text.width)
 
     @property
     def usual_guidance(self) -> float:

@@ -22,7 +22,7 @@ from unfog.data.decode import Opener, parse_colour, upright_sides
 from unfog.data.decode_pool import DecodeStatistics, PixelFormat, Progress, decode_with_retries
 from unfog.data.full_depth.choice import Kept, choose_kept, keep_array
 from unfog.data.full_depth.ranges import check_range, find_ranges, spread
-from unfog.data.settings import Data
+from unfog.data.settings import Data, parse_condition
 from unfog.data.sources.base import ImageError, MissingImageError, Source, TransientImageError
 from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE, image_error
 from unfog.data.sources.label_tables import strip_shard
@@ -86,7 +86,8 @@ class Scan:
         settings = source.fill_settings(settings)
         warnings = list(source.reading_warnings)
         source = with_conditions(source, settings.condition, warnings.append)
-        source = apply_label_table(source, settings.labels, warnings.append, bool(settings.condition))
+        conditions = parse_condition(settings.condition)[1]
+        source = apply_label_table(source, settings.labels, warnings.append, conditions)
         if source.second_names:
             warnings.append(_describe_second_names(source.second_names))
         columns = read_columns(source, settings.labels, warnings.append)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from unfog.errors import RequestError
 from unfog.settings import AUTO, check_bounds, is_auto, setting
 from unfog.text import suggest
-from unfog.values.columns import name_problem
+from unfog.values.columns import CLASS, name_problem
+from unfog.values.condition_kinds import KINDS
 from unfog.values.image_format import (
     BYTES,
     CHANNELS,
@@ -35,9 +36,8 @@ KeptType = Literal["uint16", "float32", "float16"]
 
 LABELS = (AUTO, "folders", "none")
 # Values of `Data.labels`, and suffixes of the tables that it may name instead.
-TABLES = (".csv", ".tsv", ".jsonl", ".ndjson")
-CONDITION_KINDS = ("number", "category", "several", "vector")
-_TABLE = re.compile(r"(.*\.(?:csv|tsv|jsonl|ndjson))(?::(.+))?", re.IGNORECASE | re.DOTALL)
+TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
+_TABLE = re.compile(r"(.*\.(?:csv|tsv|jsonl|ndjson|parquet))(?::(.+))?", re.IGNORECASE | re.DOTALL)
 
 
 def _floats(values: Iterable[float]) -> tuple[float, ...]:
@@ -120,7 +120,7 @@ class Data:
         metavar="COLUMN,COLUMN",
         see="docs/conditions.md",
     )
-    """Columns to learn, of metadata.csv or .jsonl, or [TABLE:]COLUMN[:KIND],…: number, category, several or vector."""
+    """Columns to learn, beside the images or of a table: [TABLE:]COLUMN[:KIND],…; a KIND is number, category, …"""
     flip: bool = setting(False, short="flip", resume="free", common=True)
     """Mirror half of the images left to right; off, as text and digits do not survive it."""
     jitter: float = setting(0.0, at_least=0, at_most=1, usual="0.05 to 0.2", resume="free")
@@ -312,7 +312,7 @@ def table_and_columns(labels: str) -> tuple[str, tuple[str, str]]:
     close = difflib.get_close_matches(labels, LABELS, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise RequestError(
-        f"labels = {labels!r} is not auto, folders, none, or a .csv or .jsonl file, with columns as in "
+        f"labels = {labels!r} is not auto, folders, none, or a .csv, .jsonl or .parquet file, with columns as in "
         f't.csv:file,label (a name with a comma in quotes: t.csv:"file, name",label){hint}'
     )
 
@@ -329,8 +329,9 @@ def parse_condition(condition: str) -> tuple[str, dict[str, str]]:
     for word in ((match[2] or "") if match else condition).split(","):
         name, colon, kind = word.strip().rpartition(":")
         name, kind = (name, kind) if colon else (kind, "")
-        if colon and kind not in CONDITION_KINDS:
-            raise RequestError(f"condition = {word.strip()!r}: {kind!r} is not a kind{suggest(kind, CONDITION_KINDS)}")
+        kinds = [each for each in KINDS if each != CLASS]
+        if colon and kind not in kinds:
+            raise RequestError(f"condition = {word.strip()!r}: {kind!r} is not a kind{suggest(kind, kinds)}")
         if problem := name_problem(name, kind or "number"):
             raise RequestError(
                 f"condition = {condition!r} is not COLUMN,COLUMN, TABLE:COLUMN or COLUMN:KIND, of a column"

@@ -62,18 +62,19 @@ _KINDS = (
         "decoded images",
         rf"{_KEY}(\.{OWNER}\.partial)?",
         r"pack\.json|journal\.jsonl|pixels\.u8|facts\.bin|names\.bin|chunks\.json|"
-        r"(labels|treatment|sides|grey|names)\.npy",
+        r"(labels|column-[0-9]+|treatment|sides|grey|names)\.npy",
     ),
     _Kind(
         "latents", rf"latents-{_KEY}((\.{OWNER})?\.partial)?", r"latents\.f16|rows\.i64|(latents|done)\.json(\.new)?"
     ),
     _Kind("array", rf"array-{_KEY}\.npz", evictable=False),
     _Kind("images", rf"images-{_KEY}\.images", evictable=False),
+    _Kind("table", rf"table-{_KEY}\.jsonl", evictable=False),
     _Kind("sides of images", rf"sides-{_KEY}\.i32"),
     _Kind("features", rf"features/{_KEY}", r"([0-9]{8}|statistics)\.safetensors"),
     _Kind("read from remote shards", "members", rf"{_KEY}-[0-9]{{6}}\.members"),
     _Kind("drawings of the page", rf"drawings-{_KEY}", r"[0-9]{8}\.drawing"),
-    _Kind("index of shards", "shards", rf"{_KEY}\.(rows|codes|names|json|seen\.json|piece\.npz)"),
+    _Kind("index of shards", "shards", rf"{_KEY}\.(rows|codes|names|json|seen\.json|piece\.npz|[0-9a-f]{16}\.cells)"),
     # As the datasets library names them.
     _Kind("Hugging Face sets", "hf", r"[^/]*\.lock|parquet(/default-[0-9a-f]+(/.*)?)?", evictable=False, nested=True),
     # As torch names them; the two letters begin a hash.

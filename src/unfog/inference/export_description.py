@@ -131,6 +131,11 @@ def check_conditions_map(config: Config) -> None:
             f"data.unknown = {config.data.unknown}: the network of this run has an input for the mask of unknown "
             "pixels, which no export has; `unfog sample` writes .npy files in the units of the source"
         )
+    if text := config.conditions.text:
+        raise RequestError(
+            f"this run reads texts ({sanitize(text.name)}), and no format of an export holds their encoder; draw with "
+            "unfog sample RUN, or unfog.load(run).sample(8), and share the run folder"
+        )
     if config.columns:
         names = ", ".join(sanitize(one.name) for one in config.columns)
         raise RequestError(

@@ -17,6 +17,7 @@ from unfog.process.machine_key import machine_key
 from unfog.process.run_folder import source_name
 from unfog.reporting.records import read_object
 from unfog.text import sanitize
+from unfog.values.condition_kinds import ColumnFacts, kind_of
 from unfog.values.value_maps import describe
 
 GRID = "samples.png"
@@ -53,7 +54,7 @@ def model_card(run: LoadedRun, settings: CardSettings) -> str:
         **({"license": settings.license} if settings.license else {}),
         "library_name": _LIBRARIES.get(settings.format, "pytorch"),
         "pipeline_tag": _TASK,
-        "tags": ["unfog", "diffusion", *(["class-conditional"] if run.config.classes else [])],
+        "tags": ["unfog", "diffusion", *_conditional_tags(run)],
         "metrics": sorted({one.metric for one, _ in measured}),
         "model-index": [{"name": title, "results": _results(data.name, measured)}],
     }
@@ -75,6 +76,10 @@ def model_card(run: LoadedRun, settings: CardSettings) -> str:
 
 def _weights(run: LoadedRun) -> str:
     return run.weights if run.ema is None else f"{run.weights} of width {run.ema:g}"
+
+
+def _conditional_tags(run: LoadedRun) -> list[str]:
+    return ["class-conditional"] * bool(run.config.classes) + ["conditional"] * bool(run.config.columns)
 
 
 class _Data(NamedTuple):
@@ -102,8 +107,14 @@ def _data(run: LoadedRun) -> _Data:
         *([("seamless along", " and ".join(config.data.wrapped))] if config.data.wrapped else []),
         *([("unknown values", f"{config.data.unknown_share:.2%}, left out")] if config.data.has_unknown else []),
         ("classes", ", ".join([*named, *more]) or "none"),
+        *((f"condition {sanitize(one.name)}", _condition(one)) for one in config.columns),
     ]
     return _Data(name, rows)
+
+
+def _condition(facts: ColumnFacts) -> str:
+    """Describe a condition: its kind, and its range or categories in the training images."""
+    return f"{facts.kind}, {sanitize(kind_of(facts.kind).evidence(facts))}"
 
 
 def _training(run: LoadedRun) -> list[tuple[str, str]]:

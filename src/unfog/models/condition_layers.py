@@ -35,7 +35,7 @@ class ColumnEmbedding(nn.Module):
 
     def __init__(self, columns: Sequence[ColumnFacts], layer: Callable[[int], nn.Module], balanced: bool = False):
         super().__init__()
-        of = {name: [one for one in columns if kind_of(one.kind).name == name] for name in _POWER}
+        of = _by_kind(columns)
         if sum(map(len, of.values())) < len(columns):
             raise RequestError("the network has no layer for a column of this run; leave the column out")
         vectors = [(one.statistics, len(one.statistics) // 4) for one in of["vector"]]
@@ -85,6 +85,20 @@ class ColumnEmbedding(nn.Module):
         angle = standard * self.waves
         features = torch.cat([standard, angle.sin(), angle.cos()], 2) * known[:, :, None]
         return torch.cat([features, (~known)[:, :, None]], 2).flatten(1)
+
+
+def column_inputs(columns: Sequence[ColumnFacts]) -> dict[str, slice]:
+    """Return the places of each column, by its name, among the inputs of the linear layer of `ColumnEmbedding`."""
+    places, end = dict[str, slice](), 0
+    for kind, each in _by_kind(columns).items():
+        for one in each:
+            start, end = end, end + kind_of(kind).inputs(one)
+            places[one.name] = slice(start, end)
+    return places
+
+
+def _by_kind(columns: Sequence[ColumnFacts]) -> dict[str, list[ColumnFacts]]:
+    return {name: [one for one in columns if kind_of(one.kind).name == name] for name in _POWER}
 
 
 def _one_hot(index: Tensor, size: int) -> Tensor:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from unfog.models import layers
 from unfog.models.layers import ConditionalNetwork, sinusoids, zero_
 from unfog.models.settings import DiT
+from unfog.models.text_encoder import CrossAttention, Text
 from unfog.values.conditions import ConditionsLike
 
 # Rotary frequencies fall from 1 to nearly 1 / 100: images are tens of patches wide, not thousands as texts are long.
@@ -120,14 +121,22 @@ class _Offset(nn.Module):
 
 
 class _Block(nn.Module):
-    """Attention, then SwiGLU, each scaled and shifted before and gated after by the condition (adaLN-zero)."""
+    """Attention, then SwiGLU, each scaled and shifted before and gated after by the condition (adaLN-zero).
 
-    def __init__(self, settings: DiT):
+    With a `text_width`, attention to a text comes between them. Its output begins at zero, and needs no gate. A text
+    in one sequence with the image would need masks in self-attention, whose fused kernels have none.
+    """
+
+    def __init__(self, settings: DiT, text_width: int = 0):
         super().__init__()
         width = settings.width
         self.norm = _RMSNorm(width, learned=False)
         self.attention = _Attention(settings)
         self.mlp = _SwiGLU(width)
+        self.text = None
+        if text_width:
+            norms = (_RMSNorm(settings.head_channels) for _ in range(2))
+            self.text = CrossAttention(width, settings.head_channels, text_width, *norms)
         self.dropout = nn.Dropout(settings.dropout)
         # Zero at first, so that the gates close both branches and a fresh block is the identity.
         self.modulation: nn.Module = _Offset(6 * width)
@@ -135,11 +144,13 @@ class _Block(nn.Module):
             self.modulation = nn.Linear(width, 6 * width)
             zero_(self.modulation)
 
-    def forward(self, x: Tensor, condition: Tensor, angles: Tensor) -> Tensor:
+    def forward(self, x: Tensor, condition: Tensor, angles: Tensor, text: Text | None = None) -> Tensor:
         """Update tokens [B, N, width] by the shared modulation [B, 6 width] or the embedding [B, width]."""
         modulation: Tensor = self.modulation(condition)[:, None]
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=2)
         x = x + gate1 * self.dropout(self.attention(self.norm(x) * (1 + scale1) + shift1, angles))
+        if self.text is not None and text is not None:
+            x = x + self.dropout(self.text(self.norm(x), text))
         output: Tensor = x + gate2 * self.dropout(self.mlp(self.norm(x) * (1 + scale2) + shift2))
         return output
 
@@ -147,7 +158,7 @@ class _Block(nn.Module):
 class DiTModel(ConditionalNetwork):
     """A diffusion transformer. A fresh one outputs exactly zero, as its last layer begins at zero."""
 
-    ends = ("patch_in", "patch_out", *ConditionalNetwork.embeddings)
+    ends = ("patch_in", "patch_out", *ConditionalNetwork.embeddings, "text_embedding")
     block = _Block
     calls_layers_once = True
 
@@ -158,7 +169,7 @@ class DiTModel(ConditionalNetwork):
         self.patch_in = nn.Linear(area * self._channels_in, width)
         self.time_embedding = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.class_embedding = self._class_table(width)
-        self.blocks = nn.ModuleList([_Block(settings) for _ in range(settings.depth)])
+        self.blocks = nn.ModuleList([_Block(settings, self.text_width) for _ in range(settings.depth)])
         self.modulation = nn.Linear(width, 6 * width) if settings.modulation == "shared" else None
         self.norm_out = _RMSNorm(width, learned=False)
         self.modulation_out = nn.Linear(width, 2 * width)
@@ -178,13 +189,15 @@ class DiTModel(ConditionalNetwork):
             if isinstance(part, nn.Linear | nn.Embedding):
                 nn.init.normal_(part.weight, std=0.02)
         modulations = [block.modulation for block in self.blocks if isinstance(block, _Block)]
-        for part in (self.modulation, self.modulation_out, self.patch_out, *modulations):
+        texts = [block.text.out for block in self.blocks if isinstance(block, _Block) and block.text is not None]
+        for part in (self.modulation, self.modulation_out, self.patch_out, *modulations, *texts):
             if isinstance(part, nn.Linear):
                 zero_(part)
 
     def forward(self, x: Tensor, c_noise: Tensor, conditions: ConditionsLike = None) -> Tensor:
         """Compute the network's output; see `UNetModel.forward`."""
-        patch, embedding = self.settings.patch, self.embed(c_noise, conditions, x.dtype)
+        patch, text = self.settings.patch, self._read_text(conditions, x)
+        embedding = self.embed(c_noise, conditions, x.dtype, text)
         condition = embedding if self.modulation is None else self.modulation(embedding)
         # With the linear layer this is the strided convolution of other code; `patch_out` has the same order of pixels.
         squares = F.pixel_unshuffle(self._with_mask(x, conditions), patch)  # [B, C patch^2, rows, columns]
@@ -193,12 +206,14 @@ class DiTModel(ConditionalNetwork):
         angles = _rotations(rows, columns, self.settings.head_channels, x.device, self.wrap, wide)
         tokens: Tensor = self.patch_in(squares.flatten(2).transpose(1, 2))
         for block in self.blocks:
-            tokens = self._run(block, tokens, condition, angles)
+            tokens = self._run(block, tokens, condition, angles, text)
         scale, shift = self.modulation_out(embedding)[:, None].chunk(2, dim=2)
         pixels: Tensor = self.patch_out(self.norm_out(tokens) * (1 + scale) + shift)
         return F.pixel_shuffle(pixels.transpose(1, 2).reshape(x.shape[0], -1, rows, columns), patch)
 
-    def embed(self, c_noise: Tensor, conditions: ConditionsLike, dtype: torch.dtype) -> Tensor:
+    def embed(
+        self, c_noise: Tensor, conditions: ConditionsLike, dtype: torch.dtype, text: Text | None = None
+    ) -> Tensor:
         """Embed noise condition [B] and the other conditions: activated, [B, width]."""
         waves = sinusoids(c_noise.float() * self.settings.time_scale, self.settings.width)
-        return self._embed(self.time_embedding, waves.to(dtype), c_noise, conditions)
+        return self._embed(self.time_embedding, waves.to(dtype), c_noise, conditions, text)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unfog.models import layers
-from unfog.models.layers import ConditionalNetwork, Runner, pad, sinusoids
+from unfog.models.layers import ConditionalNetwork, Runner, pad, sinusoids, text_at
 from unfog.models.settings import MPUNet
+from unfog.models.text_encoder import Text, TextEncoder, attend_to_text, text_heads
 from unfog.values.conditions import ConditionsLike
 
 _SILU_RMS = 0.596  # root mean square of silu(x) for normally distributed x (eq. 81)
@@ -32,6 +33,12 @@ def _mp_sum(a: Tensor, b: Tensor, t: float = 0.5) -> Tensor:
     """Return (1 - t) a + t b at unit magnitude, for uncorrelated a and b of unit magnitude (eq. 88)."""
     norm = math.hypot(1 - t, t)
     return a * ((1 - t) / norm) + b * (t / norm)
+
+
+def _mp_mix(a: Tensor, b: Tensor, share: Tensor) -> Tensor:
+    """`_mp_sum` by a learned share of b, 0-d; a itself, to the bit, if it is 0."""
+    norm = ((1 - share) ** 2 + share**2).rsqrt()
+    return a * ((1 - share) * norm).to(a.dtype) + b * (share * norm).to(b.dtype)
 
 
 def _mp_cat(a: Tensor, b: Tensor, t: float = 0.5) -> Tensor:
@@ -113,8 +120,28 @@ class _MPAttention(nn.Module):
         return _mp_sum(x, self.out(gathered), _RESIDUAL)
 
 
+class _MPTextAttention(nn.Module):
+    """Attention of pixels to a text with cosine similarity, [B, C, H, W] -> the same; mixed in by a learned share."""
+
+    def __init__(self, channels: int, head_channels: int, text_width: int):
+        super().__init__()
+        self.heads = text_heads(channels, head_channels)
+        self.q = _MPConv(channels, channels, 1)
+        self.kv = _MPLinear(text_width, 2 * channels)
+        self.out = _MPConv(channels, channels, 1)
+        # 0 for a fresh layer: the text has no influence yet. A row of the weights could not begin at 0.
+        self.share = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor, text: Text) -> Tensor:
+        q = _unit_rms(self.q(x).flatten(2).unflatten(1, (self.heads, -1)), 2).transpose(2, 3)  # [B, heads, N, D]
+        kv = _unit_rms(self.kv(text.tokens).unflatten(2, (2, self.heads, -1)), 4)
+        k, v = kv.permute(2, 0, 3, 1, 4)
+        gathered = attend_to_text(q, k, v, text.mask).transpose(2, 3).reshape(x.shape)
+        return _mp_mix(x, self.out(gathered), self.share)
+
+
 class _MPBlock(nn.Module):
-    """Two 3x3 convolutions around a condition, then attention if `attends`.
+    """Two 3x3 convolutions around a condition, then attention if `attends`, and to a text with a `text_width`.
 
     On the way down (`down`) the shortcut comes first, on the way up last. `resample` "down" halves height and width
     before all else, "up" doubles them.
@@ -129,6 +156,7 @@ class _MPBlock(nn.Module):
         *,
         down: bool = False,
         attends: bool = False,
+        text_width: int = 0,
         resample: Literal["", "down", "up"] = "",
     ):
         super().__init__()
@@ -141,8 +169,9 @@ class _MPBlock(nn.Module):
         same = in_channels == out_channels
         self.shortcut = nn.Identity() if same else _MPConv(in_channels, out_channels, 1)
         self.attention = _MPAttention(out_channels, settings.head_channels) if attends else nn.Identity()
+        self.text = _MPTextAttention(out_channels, settings.head_channels, text_width) if text_width else None
 
-    def forward(self, x: Tensor, embedding: Tensor, skip: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, embedding: Tensor, skip: Tensor | None = None, text: Text | None = None) -> Tensor:
         x = x if skip is None else _mp_cat(x, skip)
         if self.resample == "down":
             x = F.avg_pool2d(x, 2)
@@ -157,6 +186,8 @@ class _MPBlock(nn.Module):
         h = self.conv2(F.dropout(h, self.dropout, self.training))
         x = _mp_sum(x if self.down else self.shortcut(x), h, _RESIDUAL)
         output: Tensor = self.attention(x)
+        if self.text is not None and text is not None:
+            output = self.text(output, text)
         # fp16 ends at 65,504, which a sum of such values reaches; other types need no limit, and no memory for it.
         return output.clamp(-_FP16_LIMIT, _FP16_LIMIT) if output.dtype == torch.float16 else output
 
@@ -178,8 +209,8 @@ class MPUNetModel(ConditionalNetwork):
         self.conv_in = _MPConv(self._channels_in + 1, first, 3)
         self.time_embedding = _MPLinear(first, width)
         self.class_embedding = _MPEmbedding(self.num_classes + 1, width) if self.num_classes else None
-        self.down, skips = _down(settings, width)
-        self.up = _up(settings, width, skips)
+        self.down, skips = _down(settings, width, self.text_width)
+        self.up = _up(settings, width, skips, self.text_width)
         self.conv_out = _MPConv(first, out_channels, 3)
         self.gain_out = nn.Parameter(torch.zeros(()))
         return width
@@ -189,28 +220,43 @@ class MPUNetModel(ConditionalNetwork):
     def _condition_layer(self, inputs: int, width: int) -> nn.Module:
         return _MPLinear(inputs, width)
 
+    def _build_text_encoder(self, vocabulary: int, length: int, layers: int) -> TextEncoder:
+        return TextEncoder(vocabulary, length, self.text_width, layers, _MPLinear, _MPEmbedding)
+
+    def _build_text_embedding(self, width: int) -> nn.Module:
+        self.text_share = nn.Parameter(torch.zeros(()))
+        return _MPLinear(self.text_width, width)
+
+    def _add_text(self, hidden: Tensor, text: Text) -> Tensor:
+        assert self.text_embedding is not None
+        pooled = _unit_rms(text.pooled.to(hidden.dtype), 1)
+        return _mp_mix(hidden, self.text_embedding(pooled), self.text_share)
+
     def forward(self, x: Tensor, c_noise: Tensor, conditions: ConditionsLike = None) -> Tensor:
         """Compute the network's output for images of about unit variance; see `UNetModel.forward`."""
-        embedding = self.embed(c_noise, conditions, x.dtype)
+        text = self._read_text(conditions, x)
+        embedding = self.embed(c_noise, conditions, x.dtype, text)
         # A channel of ones replaces the biases, which would break unit magnitude.
         shown = self._with_mask(x, conditions)
         h = self._laid_out(self.conv_in(torch.cat([shown, torch.ones_like(x[:, :1])], dim=1)))
         skips = [h]
         for block in self.down:
-            h = self._run(block, h, embedding)
+            h = self._run(block, h, embedding, None, text)
             skips.append(h)
         for level in self.up:
-            h = level(h, skips, embedding, self._run)
+            h = level(h, skips, embedding, text, self._run)
         output: Tensor = self.conv_out(h, self.gain_out)
         return output.contiguous()
 
-    def embed(self, c_noise: Tensor, conditions: ConditionsLike, dtype: torch.dtype) -> Tensor:
+    def embed(
+        self, c_noise: Tensor, conditions: ConditionsLike, dtype: torch.dtype, text: Text | None = None
+    ) -> Tensor:
         """Embed noise condition [B] and the other conditions: activated, [B, max(channels)]."""
         # EDM2 draws random frequencies and phases for the noise level (eq. 75), which have unit magnitude on average.
         # Pairs of sine and cosine have it exactly, and take timesteps as well as log-SNRs.
         waves = sinusoids(c_noise.float() * self.settings.time_scale, self.settings.channels[0])
         embedding: Tensor = self.time_embedding((waves * math.sqrt(2)).to(dtype))
-        embedding = self._add_conditions(embedding, conditions)
+        embedding = self._add_conditions(embedding, conditions, text)
         class_embedding = self._class_embedding(conditions, c_noise)
         if class_embedding is not None:
             embedding = _mp_sum(embedding, class_embedding.to(embedding.dtype))
@@ -237,12 +283,12 @@ class _UpLevel(nn.Module):
         self.enter = nn.ModuleList(enter)
         self.blocks = nn.ModuleList(blocks)
 
-    def forward(self, x: Tensor, skips: list[Tensor], embedding: Tensor, run: Runner) -> Tensor:
+    def forward(self, x: Tensor, skips: list[Tensor], embedding: Tensor, text: Text | None, run: Runner) -> Tensor:
         """Pop a skip connection for each block off `skips`, the newest first. Return the next level's input."""
         for block in self.enter:
-            x = run(block, x, embedding)
+            x = run(block, x, embedding, None, text)
         for block in self.blocks:
-            x = run(block, x, embedding, skips.pop())
+            x = run(block, x, embedding, skips.pop(), text)
         return x
 
 
@@ -264,7 +310,7 @@ def _project_by_row_length(weights: list[nn.Parameter], skip: Tensor | None = No
         torch._foreach_copy_(rows, torch.split(unit, [len(part) for part in rows]))
 
 
-def _down(settings: MPUNet, width: int) -> tuple[nn.ModuleList, list[int]]:
+def _down(settings: MPUNet, width: int, text: int) -> tuple[nn.ModuleList, list[int]]:
     """Return the blocks of the way down, and the channels of its skip connections, oldest first."""
     blocks, last = [], settings.channels[0]
     skips = [last]
@@ -273,24 +319,27 @@ def _down(settings: MPUNet, width: int) -> tuple[nn.ModuleList, list[int]]:
             blocks.append(_MPBlock(settings, last, last, width, down=True, resample="down"))
             skips.append(last)
         for _ in range(settings.blocks):
-            blocks.append(_MPBlock(settings, last, channels, width, down=True, attends=settings.attention[level]))
+            attends, reads = settings.attention[level], text_at(text, settings.attention, level)
+            blocks.append(_MPBlock(settings, last, channels, width, down=True, attends=attends, text_width=reads))
             skips.append(channels)
             last = channels
     return nn.ModuleList(blocks), skips
 
 
-def _up(settings: MPUNet, width: int, skips: list[int]) -> nn.ModuleList:
+def _up(settings: MPUNet, width: int, skips: list[int], text: int) -> nn.ModuleList:
     """Return the way up, lowest resolution first; each block takes the newest remaining skip connection."""
     levels, last, left = [], settings.channels[-1], list(skips)
     for level in reversed(range(len(settings.channels))):
         channels, attends = settings.channels[level], settings.attention[level]
+        reads = text_at(text, settings.attention, level)
         if level == len(settings.channels) - 1:  # the two middle blocks
-            enter = [_MPBlock(settings, last, last, width, attends=a) for a in (attends, False)]
+            middle = (attends, reads), (False, 0)
+            enter = [_MPBlock(settings, last, last, width, attends=a, text_width=t) for a, t in middle]
         else:
             enter = [_MPBlock(settings, last, last, width, resample="up")]
         blocks = []
         for _ in range(settings.blocks + 1):
-            blocks.append(_MPBlock(settings, last + left.pop(), channels, width, attends=attends))
+            blocks.append(_MPBlock(settings, last + left.pop(), channels, width, attends=attends, text_width=reads))
             last = channels
         levels.append(_UpLevel(enter, blocks))
     return nn.ModuleList(levels)

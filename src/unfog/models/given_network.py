@@ -19,7 +19,8 @@ SOURCE_FILE = "network-source.txt"
 
 _CONTRACT = (
     "a network is called as forward(x, noise, label=None), with x float32 [B, C, H, W], noise float32 [B], the noise "
-    "level of each image from 0 to 1000, and label int64 [B], or None without classes; it returns one tensor like x"
+    "level of each image from 0 to 1000, and label int64 [B], or None without classes; it returns one tensor like x. "
+    "Images with conditions: forward(x, noise, age, stain), by their names"
 )
 _OWN_PACKAGES = ("torch", "torchvision", "unfog")  # whose classes everybody has
 _LONGEST_REPR = 20_000  # characters
@@ -101,6 +102,9 @@ class GivenNetwork(CustomNetwork):
         # The conditions of the second image are hidden, as in training with label_dropout.
         conditions = format.blank(2).dropped(torch.tensor([False, True]))
         said = f"x {[2, *shape]}, noise [2] and " + (f"label [0, {classes}]" if classes else "label None")
+        if format.columns:
+            told = ", ".join(one.name for one in format.facts)
+            said = f"x {[2, *shape]}, noise [2] and {told}, hidden of the second image"
         network.eval()  # or layers such as BatchNorm would learn from these images
         try:
             with torch.enable_grad():
@@ -110,6 +114,8 @@ class GivenNetwork(CustomNetwork):
             if classes and not hint:
                 hint = f". The label {classes} stands for no class, so an embedding has {classes + 1} rows; to train "
                 hint += "without classes: labels='none'"
+            if format.columns and not hint:
+                hint = ". A hidden number is NaN, and a hidden one of K categories is K, so an embedding has K + 1 rows"
             raise self._refusal(f"fails for {said}: {type(error).__name__}: {error}", hint) from error
         finally:
             network.train(trains)
@@ -121,7 +127,8 @@ class GivenNetwork(CustomNetwork):
         if not found.requires_grad:
             raise self._refusal("returns a tensor without a gradient, as after detach or no_grad")
         if not isinstance(found, FakeTensor) and not bool(found.isfinite().all()):
-            raise self._refusal(f"returns values that are not finite for {said}")
+            hint = ". A hidden number is NaN: replace it, as torch.nan_to_num(age) does" * bool(format.columns)
+            raise self._refusal(f"returns values that are not finite for {said}", hint)
 
     def _refusal(self, problem: str, hint: str = "") -> RequestError:
         return RequestError(f"{self.path} {problem}; {_CONTRACT}{hint}")
@@ -175,10 +182,15 @@ def _check(network: Any) -> None:
             f"network = {path} has parameters of {other}, and weights are trained in float32; give it as "
             "network.float(), and precision='bf16' to compute in less"
         )
-    try:
-        inspect.signature(network.forward).bind(None, None, None)
-    except TypeError as error:
-        raise RequestError(f"network = {path} cannot be called with three arguments ({error}); {_CONTRACT}") from None
+    signature = inspect.signature(network.forward)
+    named = [one.name for one in signature.parameters.values() if one.default is one.empty][2:]
+    if len(named) < 2:  # else parameters named as columns of the images, which `take_conditions` checks
+        try:
+            signature.bind(None, None, None)
+        except TypeError as error:
+            raise RequestError(
+                f"network = {path} cannot be called with three arguments ({error}); {_CONTRACT}"
+            ) from None
 
 
 def _copy(network: Any) -> Any:

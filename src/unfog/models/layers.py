@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unfog.errors import RequestError
 from unfog.models.condition_layers import ColumnEmbedding
+from unfog.models.text_encoder import Text, TextEncoder
 from unfog.values.conditions import Conditions, ConditionsLike
 
 if TYPE_CHECKING:
@@ -90,6 +91,14 @@ class Conv2d(nn.Conv2d):
         return F.conv2d(pad(input, (across, across, down, down), self.wrap), weight, bias, self.stride)
 
 
+def text_at(text_width: int, attention: tuple[bool, ...], level: int) -> int:
+    """Return the `text_width` of the blocks of a level of a U-Net that attend to a text, and 0 of all others.
+
+    They do where they attend to pixels, and at the lowest level.
+    """
+    return text_width if attention[level] or level == len(attention) - 1 else 0
+
+
 class ConditionalNetwork(nn.Module):
     """Base of all networks: embeds conditions, a null class among them, and recomputes blocks for the gradient.
 
@@ -114,9 +123,11 @@ class ConditionalNetwork(nn.Module):
     """Whether a forward pass calls each linear layer and convolution once, and uses their weights nowhere else."""
     embeddings: ClassVar[tuple[str, ...]] = ("class_embedding", "augment_embedding", "column_embedding")
     """Layers that embed conditions."""
-    ends: ClassVar[tuple[str, ...]] = ("conv_in", "conv_out", *embeddings)
+    text_parts: ClassVar[tuple[str, ...]] = ("text", "text_encoder", "text_embedding", "text_share")
+    """Names of modules and parameters, in blocks too, that a network without texts does not have."""
+    ends: ClassVar[tuple[str, ...]] = ("conv_in", "conv_out", *embeddings, "text_embedding")
     """Layers whose other side is not the hidden space: image channels, classes, augmentations."""
-    not_matrices: ClassVar[tuple[str, ...]] = ()
+    not_matrices: ClassVar[tuple[str, ...]] = ("words", "places")  # embeddings of tokens and of their positions
     """Names of parameters, or of modules around them, that are not linear maps though they have two sides or more."""
     block: ClassVar[type[nn.Module]]
     """Class of the repeated parts, which FSDP shards and gathers one after the other."""
@@ -128,6 +139,8 @@ class ConditionalNetwork(nn.Module):
     class_embedding: nn.Module | None
     augment_embedding: nn.Module | None
     column_embedding: nn.Module | None
+    text_encoder: TextEncoder | None
+    text_embedding: nn.Module | None
 
     def __init__(
         self,
@@ -139,6 +152,11 @@ class ConditionalNetwork(nn.Module):
         super().__init__()
         self.settings, self.image_channels, self.num_classes = settings, image_channels, len(conditions.classes)
         self.mask_channels = conditions.mask_channels
+        # Not by the property of `ConditionFormat`: exported code has the fields alone.
+        text = next((one for one in conditions.columns if one.kind == "text"), None)
+        if text is not None and not conditions.text_width:
+            raise RequestError("text_encoder = auto has to be resolved before a network can be built")
+        self.text_width = 0 if text is None else conditions.text_width
         # By the name of this package, which exported code has not.
         ours = type(self).__module__.partition(".")[0] == __name__.partition(".")[0]
         self.is_random = not ours or getattr(settings, "dropout", 1) > 0
@@ -147,10 +165,14 @@ class ConditionalNetwork(nn.Module):
         # Last, so that all other weights are drawn as without it.
         inputs = conditions.augment_inputs
         self.augment_embedding = self._condition_layer(inputs, width) if inputs else None
-        self.column_embedding = None
-        if conditions.columns:
+        self.column_embedding = self.text_encoder = self.text_embedding = None
+        if columns := [one for one in conditions.columns if one is not text]:
             layer = partial(self._condition_layer, width=width)
-            self.column_embedding = ColumnEmbedding(conditions.columns, layer, self.conditions_have_power_1)
+            self.column_embedding = ColumnEmbedding(columns, layer, self.conditions_have_power_1)
+        if text is not None:
+            vocabulary, length = map(int, text.statistics)
+            self.text_encoder = self._build_text_encoder(vocabulary, length, conditions.text_layers)
+            self.text_embedding = self._build_text_embedding(width)
 
     def _build(self, settings: Any, out_channels: int) -> int:
         """Make all other layers. Return the width of what embeddings of conditions but the class are added to."""
@@ -161,6 +183,15 @@ class ConditionalNetwork(nn.Module):
         layer = nn.Linear(inputs, width, bias=False)  # no bias, so that a condition of 0 adds 0
         if self.conditions_begin_at_zero:
             zero_(layer)
+        return layer
+
+    def _build_text_encoder(self, vocabulary: int, length: int, layers: int) -> TextEncoder:
+        return TextEncoder(vocabulary, length, self.text_width, layers)
+
+    def _build_text_embedding(self, width: int) -> nn.Module:
+        """Return the layer that adds a text to the embedding of the noise level, with an output of 0 at first."""
+        layer = nn.Linear(self.text_width, width, bias=False)
+        zero_(layer)
         return layer
 
     def _class_table(self, width: int) -> nn.Embedding | None:
@@ -198,12 +229,35 @@ class ConditionalNetwork(nn.Module):
             return torch.cat([x, torch.ones_like(x)], dim=1)
         return torch.cat([x.masked_fill(known == 0, 0.0), known.to(x.dtype)], dim=1)
 
-    def _add_conditions(self, hidden: Tensor, conditions: ConditionsLike) -> Tensor:
+    def _read_text(self, conditions: ConditionsLike, x: Tensor) -> Text | None:
+        """Return the encoded texts of images x [B, C, H, W]; None for a network without texts.
+
+        `RequestError` if there are texts, and the network has no such input.
+        """
+        tokens = Conditions.of(conditions).tokens
+        if self.text_encoder is None:
+            if tokens is not None:
+                raise RequestError("a text was given to a network without that input; train with data.condition")
+            return None
+        if tokens is None:  # the start token alone
+            tokens = torch.empty(x.shape[0], 0, dtype=torch.int64, device=x.device)
+        text: Text = self.text_encoder(tokens)
+        return text
+
+    def _add_text(self, hidden: Tensor, text: Text) -> Tensor:
+        """Add the mean of the tokens of a text to hidden [B, width]."""
+        assert self.text_embedding is not None
+        embedding: Tensor = self.text_embedding(text.pooled.to(hidden.dtype))
+        return hidden + embedding
+
+    def _add_conditions(self, hidden: Tensor, conditions: ConditionsLike, text: Text | None = None) -> Tensor:
         """Add the embeddings of all conditions but the class; `RequestError` if the network has no such input."""
         told = Conditions.of(conditions)
+        if text is not None:
+            hidden = self._add_text(hidden, text)
         if self.column_embedding is not None:
             hidden = hidden + self.column_embedding(told, len(hidden), hidden.dtype)
-        elif any(each is not None for each in told._replace(known=None)[2:]):
+        elif any(each is not None for each in told._replace(known=None, tokens=None)[2:]):
             raise RequestError("columns were given to a network without them; train with data.condition")
         if told.augment is None:
             return hidden
@@ -226,15 +280,22 @@ class ConditionalNetwork(nn.Module):
         embedding: Tensor = self.class_embedding(label)
         return embedding
 
-    def _embed(self, mlp: nn.Sequential, waves: Tensor, c_noise: Tensor, conditions: ConditionsLike) -> Tensor:
+    def _embed(
+        self,
+        mlp: nn.Sequential,
+        waves: Tensor,
+        c_noise: Tensor,
+        conditions: ConditionsLike,
+        text: Text | None = None,
+    ) -> Tensor:
         """Embed sinusoids [B, C] by linear layer, activation and linear layer; add the conditions; activate."""
         first, activation, second = mlp
         hidden: Tensor = first(waves)
-        embedding: Tensor = second(activation(self._add_conditions(hidden, conditions)))
+        embedding: Tensor = second(activation(self._add_conditions(hidden, conditions, text)))
         class_embedding = self._class_embedding(conditions, c_noise)
         return F.silu(embedding if class_embedding is None else embedding + class_embedding)
 
-    def _run(self, part: nn.Module, *inputs: Tensor) -> Tensor:
+    def _run(self, part: nn.Module, *inputs: Tensor | Text | None) -> Tensor:
         """Call `part`; with `checkpointing`, keep only its inputs and compute it again for the gradient."""
         again = self.checkpointing and torch.is_grad_enabled()
         if not again:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -61,6 +61,22 @@ class NetworkSettings:
                 f"data.unknown = {unknown} needs a network with an input for the mask: --network unet, mpunet, dit or "
                 f"a size of them; {self.kind} has none"
             )
+
+    takes_text: ClassVar[bool] = False
+    """Whether its blocks attend to a text, which an encoder of the network reads."""
+
+    def check_text(self, has_text: bool) -> None:
+        """Raise `RequestError` if images have texts, and the network has no attention to them."""
+        if has_text and not self.takes_text:
+            raise RequestError(
+                f"a text is given, and {self.kind} has no attention to it; give --network unet, mpunet, dit or a size "
+                "of them, or leave the text out"
+            )
+
+    @property
+    def widest(self) -> int:
+        """Channels of the widest layer, by which the width of an encoder of texts is chosen."""
+        raise NotImplementedError
 
     def build(self, channels: int, conditions: ConditionFormat, out_channels: int | None) -> Any:
         """Return the network, a torch.nn.Module with fresh weights."""
@@ -140,13 +156,15 @@ class CustomNetwork(CustomPart, NetworkSettings):
     Labels are 0 to classes - 1, and `classes` where a sample has none; without classes, label is None. `out_channels`
     is twice `channels` with a learned variance. With data.augment, the class also gets `augment_inputs`, and forward
     a fourth argument, float [B, augment_inputs]. A third parameter that is named `conditions` gets all `Conditions`
-    in their place. A network that depends on the image size takes it as an argument,
-    such as size=64. An output of zero at the start trains best, as in the built-in networks.
+    in their place, and parameters named as columns of the images get these: see `take_conditions`. A network that
+    depends on the image size takes it as an argument, such as size=64. An output of zero at the start trains best, as
+    in the built-in networks.
     """
 
     kind: ClassVar[str] = "custom"
     noun: ClassVar[str] = "a network"
     takes_mask: ClassVar[bool] = True
+    takes_text: ClassVar[bool] = True
 
     def check(self, size: int | tuple[int, int]) -> None:
         if not self.path:
@@ -182,11 +200,18 @@ class CustomNetwork(CustomPart, NetworkSettings):
         try:
             with torch.no_grad():
                 found = tuple(network(torch.zeros(1, *shape), torch.ones(1), conditions).shape)
+                if format.columns:
+                    hidden = network(torch.zeros(1, *shape), torch.ones(1), conditions.dropped())
         except Exception as error:
             remedy = channels_remedy(lambda x: network(x, torch.ones(1), conditions), shape)
             raise RequestError(f"{self.path} fails for an image of shape {shape}: {error}{remedy}") from error
         if found != expected:
             raise RequestError(f"{self.path} returns shape {found}, but must return {expected}")
+        if format.columns and not bool(hidden.isfinite().all()):
+            raise RequestError(
+                f"{self.path} returns values that are not finite for an image whose conditions are hidden: numbers are "
+                "NaN there; replace them: torch.nan_to_num(age)"
+            )
 
 
 def channels_remedy(call: Callable[[Any], Any], shape: tuple[int, int, int]) -> str:
@@ -233,6 +258,7 @@ def build_model(
         RequestError: the network cannot join the edges of images, or somebody's own network cannot be built.
     """
     settings.check_wrap(wrap)
+    settings.check_text(conditions.text is not None)
     network: ConditionalNetwork = settings.build(channels, conditions, out_channels)
     if wrap:
         network.wrap_edges(wrap)
@@ -243,28 +269,72 @@ def build_model(
 def take_conditions(network: nn.Module, format: ConditionFormat) -> None:
     """Let a network be called with `Conditions` as its third argument, whatever its `forward` takes.
 
-    A `forward` whose third parameter is not named `conditions` gets the label, int64 [B] or None, in which the number
-    of classes stands for a hidden class; and the augmentation as a fourth argument, if there is one.
+    - A `forward` whose third parameter is named `conditions` gets them.
+    - Images with columns, or with unknown values: parameters named as the columns, `label`, `augment` and `known` get
+      these, and `**` all columns; see `ConditionKind.argument`.
+    - Others get the label, int64 [B] or None, in which the number of classes stands for a hidden class; and the
+      augmentation as a fourth argument, if there is one.
+
     RequestError if there are other conditions, which it would not see.
     """
     import torch
 
     # By name and not by type: somebody's own network need not import anything of this package.
-    if next(islice(inspect.signature(network.forward).parameters, 2, None), "") != "conditions":
-        if format.columns:
-            names = ", ".join(one.name for one in format.columns)
-            raise RequestError(
-                f"{type(network).__name__}.forward takes a label alone, and the images have {names}: name its third "
-                "parameter `conditions`, and read them from it; or train without these columns"
-            )
-        if format.mask_channels:
-            raise RequestError(
-                f"{type(network).__name__}.forward takes a label alone, and data.unknown needs an input for the mask: "
-                "name its third parameter `conditions`, and read `conditions.known` from it, which may be None"
-            )
-        # A hook rather than a module around it, which would change the names of the weights. It is not compiled, as it
-        # would be a graph of its own: torch compiles no call around hooks as one.
+    parameters = list(islice(inspect.signature(network.forward).parameters.values(), 2, None))
+    if parameters and parameters[0].name == "conditions" and parameters[0].kind is not inspect.Parameter.VAR_KEYWORD:
+        return
+    # A hook rather than a module around it, which would change the names of the weights. It is not compiled, as it
+    # would be a graph of its own: torch compiles no call around hooks as one.
+    if format.columns or format.mask_channels:
+        names = _accepted_names(type(network).__name__, parameters, format)
+        network.register_forward_pre_hook(
+            partial(torch.compiler.disable(_unpack_by_name), names, format),  # type: ignore[no-untyped-call]
+            with_kwargs=True,
+        )
+    else:
         network.register_forward_pre_hook(partial(torch.compiler.disable(_unpack), len(format.classes)))  # type: ignore[no-untyped-call]
+
+
+def _accepted_names(kind: str, parameters: Sequence[inspect.Parameter], format: ConditionFormat) -> tuple[str, ...]:
+    """Return the names of the conditions that these parameters, from the third on, take.
+
+    RequestError if a condition of the images has no parameter, or a parameter no condition.
+    """
+    named = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    every = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    columns = [one.name for one in format.columns]
+    given = [*columns, *["label"] * bool(format.classes), *["augment"] * bool(format.augment_inputs)]
+    given += ["known"] * bool(format.mask_channels)
+    remedy = "or name its third parameter `conditions`, and read them from it"
+    if missing := [name for name in given if name not in named and not (every and name in columns)]:
+        has = ", ".join(missing)
+        if missing == ["known"]:
+            has = "unknown pixels (data.unknown), and so the mask `known`"
+        raise RequestError(
+            f"{kind}.forward takes {', '.join(named) or 'no condition'}, and the images have {has}: add a parameter of "
+            f"that name, {remedy}; or train without it"
+        )
+    needed = {one.name for one in parameters if one.default is one.empty and one.name in named}
+    if unknown := sorted(needed - {*given, "label", "augment", "known"}):
+        raise RequestError(
+            f"{kind}.forward needs {', '.join(unknown)}, and the images have {', '.join(given)}; give "
+            f"--condition {','.join([*columns, *unknown])}, {remedy}"
+        )
+    return tuple(dict.fromkeys([*(name for name in named if name in {*given, *needed}), *columns * every]))
+
+
+def _unpack_by_name(
+    names: Sequence[str], format: ConditionFormat, network: nn.Module, inputs: tuple[Any, ...], known: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the inputs with named conditions in place of `Conditions`; None if these were not given."""
+    from unfog.values.conditions import Conditions
+
+    if len(inputs) < 3 or not isinstance(inputs[2], Conditions):
+        return None
+    told = inputs[2]
+    others = {"label": told.label_or(len(format.classes)), "augment": told.augment, "known": told.known}
+    arguments = others | format.arguments(told)
+    return inputs[:2], {**known, **{name: arguments[name] for name in names}}
 
 
 def _unpack(classes: int, network: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor | None, ...] | None:

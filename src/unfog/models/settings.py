@@ -10,6 +10,33 @@ from unfog.errors import RequestError
 from unfog.models.given_network import GivenNetwork
 from unfog.models.network_settings import CustomNetwork, LevelSettings, PatchSettings
 from unfog.settings import check_bounds, setting
+from unfog.values.condition_format import TEXT_HEAD
+
+USUAL_TEXT_LAYERS = 2
+"""Layers of the encoder of texts, if none are given."""
+
+
+@dataclass(frozen=True)
+class TextEncoderSettings:
+    """The transformer that reads the texts of images, with --condition text. Its weights are part of the network."""
+
+    layers: int = setting(0, auto=0, at_least=0, at_most=24, usual="2")
+    """Layers of attention and MLP; more for long captions whose words depend on each other."""
+    width: int = setting(0, auto=0, at_least=0, at_most=4096, usual="64 to 512")
+    """Channels of a token, a multiple of 32."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if self.width % TEXT_HEAD:
+            raise RequestError(
+                f"text_encoder.width = {self.width} must be a multiple of {TEXT_HEAD}, the channels of a head; try "
+                f"{max(1, round(self.width / TEXT_HEAD)) * TEXT_HEAD}"
+            )
+
+    @staticmethod
+    def width_for(widest: int) -> int:
+        """Return the usual width for a network whose widest layer has so many channels."""
+        return min(512, max(64, -(-widest // TEXT_HEAD) * TEXT_HEAD))
 
 
 class _LevelBound(NamedTuple):
@@ -30,11 +57,16 @@ class _OwnLevels(LevelSettings):
 
     wraps: ClassVar[bool] = True
     takes_mask: ClassVar[bool] = True
+    takes_text: ClassVar[bool] = True
     lowest_side: ClassVar[int] = 2  # a single pixel could not be normalised when one image is sampled
     remedy: ClassVar[str] = ", or fewer levels"
     channels: tuple[int, ...]
     blocks: int
     head_channels: int
+
+    @property
+    def widest(self) -> int:
+        return max(self.channels)
 
     def attending(self) -> tuple[int, ...]:
         """Return the channels of each place that has attention."""
@@ -180,6 +212,7 @@ class DiT(PatchSettings):
     model: ClassVar[str] = "unfog.models.dit:DiTModel"
     wraps: ClassVar[bool] = True
     takes_mask: ClassVar[bool] = True
+    takes_text: ClassVar[bool] = True
     reference_lr: ClassVar[float] = 5e-3  # docs/decisions/0013-networks.md
     width: int = setting(256, at_least=8, at_most=16384)
     """Channels of a token."""
@@ -195,6 +228,10 @@ class DiT(PatchSettings):
     """Probability of dropping an activation where a branch ends; 0.1 for small sets of images."""
     time_scale: float = setting(1.0, at_least=1e-6, at_most=1e6, usual="1")
     """Multiplies the noise condition before its sinusoids: 1 for timesteps, more for a log-SNR condition."""
+
+    @property
+    def widest(self) -> int:
+        return self.width
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from unfog.models import layers
 from unfog.models.group_norm import GroupNorm, fuse_norms
-from unfog.models.layers import ConditionalNetwork, Conv2d, Runner, pad, sinusoids, zero_
+from unfog.models.layers import ConditionalNetwork, Conv2d, Runner, pad, sinusoids, text_at, zero_
 from unfog.models.settings import UNet
+from unfog.models.text_encoder import CrossAttention, Text
 from unfog.values.conditions import ConditionsLike
 
 
@@ -58,22 +59,38 @@ class _SelfAttention(nn.Module):
         return x + mixed.transpose(1, 2).reshape(x.shape)
 
 
+class _TextAttention(nn.Module):
+    """Residual attention of the pixels of [B, C, H, W] to a text."""
+
+    def __init__(self, settings: UNet, channels: int, text_width: int):
+        super().__init__()
+        self.norm = GroupNorm(settings.norm_groups, channels, settings.norm_eps)
+        self.cross = CrossAttention(channels, settings.head_channels, text_width)
+
+    def forward(self, x: Tensor, text: Text) -> Tensor:
+        mixed: Tensor = self.cross(self.norm(x).flatten(2).transpose(1, 2), text)
+        return x + mixed.transpose(1, 2).reshape(x.shape)
+
+
 class _Block(nn.Module):
     """A residual block, then self-attention if `attends`: [B, in, H, W], [B, E] -> [B, out, H, W].
 
-    `in` includes the channels of a skip connection [B, S, H, W].
+    `in` includes the channels of a skip connection [B, S, H, W]. With a `text_width`, attention to a text comes last.
     """
 
-    def __init__(self, settings: UNet, in_channels: int, out_channels: int, width: int, attends: bool):
+    def __init__(
+        self, settings: UNet, in_channels: int, out_channels: int, width: int, attends: bool, text_width: int = 0
+    ):
         super().__init__()
         self.residual = _ResidualBlock(settings, in_channels, out_channels, width)
         self.attention = _SelfAttention(settings, out_channels) if attends else nn.Identity()
+        self.text = _TextAttention(settings, out_channels, text_width) if text_width else None
 
-    def forward(self, x: Tensor, embedding: Tensor, skip: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, embedding: Tensor, skip: Tensor | None = None, text: Text | None = None) -> Tensor:
         # Concatenated here, so that with gradient checkpointing the concatenation is not kept.
         x = x if skip is None else torch.cat([x, skip], dim=1)
         output: Tensor = self.attention(self.residual(x, embedding))
-        return output
+        return output if self.text is None or text is None else self.text(output, text)
 
 
 class _Downsample(nn.Module):
@@ -112,11 +129,11 @@ class _DownLevel(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.resample = resample
 
-    def forward(self, x: Tensor, embedding: Tensor, run: Runner) -> list[Tensor]:
+    def forward(self, x: Tensor, embedding: Tensor, text: Text | None, run: Runner) -> list[Tensor]:
         """Return the outputs of each block and of the step: skip connections, of which the last is the way on."""
         outputs = [x]
         for block in self.blocks:
-            outputs.append(run(block, outputs[-1], embedding))
+            outputs.append(run(block, outputs[-1], embedding, None, text))
         if self.resample is not None:
             outputs.append(self.resample(outputs[-1]))
         return outputs[1:]
@@ -130,10 +147,10 @@ class _UpLevel(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.resample = resample
 
-    def forward(self, x: Tensor, skips: list[Tensor], embedding: Tensor, run: Runner) -> Tensor:
+    def forward(self, x: Tensor, skips: list[Tensor], embedding: Tensor, text: Text | None, run: Runner) -> Tensor:
         """Give each block one of `skips`, the newest first, which is the last; return the next level's input."""
         for block, skip in zip(self.blocks, reversed(skips), strict=True):
-            x = run(block, x, embedding, skip)
+            x = run(block, x, embedding, skip, text)
         return x if self.resample is None else run(self.resample, x)
 
 
@@ -153,10 +170,11 @@ class UNetModel(ConditionalNetwork):
         self.class_embedding = self._class_table(width)
         if self.class_embedding is not None:
             nn.init.normal_(self.class_embedding.weight, std=0.02)  # as in DiT: no class outweighs the noise level
-        self.down, skips = _down(settings, width)
-        last = settings.channels[-1]
-        self.mid = nn.ModuleList([_Block(settings, last, last, width, a) for a in (settings.mid_attention, False)])
-        self.up = _up(settings, width, skips)
+        text, last = self.text_width, settings.channels[-1]
+        self.down, skips = _down(settings, width, text)
+        middle = (settings.mid_attention, text), (False, 0)
+        self.mid = nn.ModuleList([_Block(settings, last, last, width, *each) for each in middle])
+        self.up = _up(settings, width, skips, text)
         self.norm_out = GroupNorm(settings.norm_groups, first, settings.norm_eps)
         self.conv_out = Conv2d(first, out_channels, 3, padding=1)
         zero_(self.conv_out)
@@ -177,16 +195,17 @@ class UNetModel(ConditionalNetwork):
         Raises:
             RequestError: a condition was given to a network without an input for it.
         """
-        embedding = self.embed(c_noise, conditions, x.dtype)
+        text = self._read_text(conditions, x)
+        embedding = self.embed(c_noise, conditions, x.dtype, text)
         skips = [self._laid_out(self.conv_in(self._with_mask(x, conditions)))]
         for level in self.down:
-            skips += level(skips[-1], embedding, self._run)
+            skips += level(skips[-1], embedding, text, self._run)
         h: Tensor = skips[-1]
         for block in self.mid:
-            h = self._run(block, h, embedding)
+            h = self._run(block, h, embedding, None, text)
         for level in self.up:
             left = len(skips) - self.settings.blocks - 1
-            h = level(h, skips[left:], embedding, self._run)
+            h = level(h, skips[left:], embedding, text, self._run)
             # Without gradients, as in sampling, this frees the images of a level as soon as they are used.
             del skips[left:]
         output: Tensor = self.conv_out(self.norm_out.silu(h))
@@ -196,21 +215,23 @@ class UNetModel(ConditionalNetwork):
         """Let each norm and the SiLU after it be one operation in training on CUDA; the last bits change."""
         fuse_norms(self)
 
-    def embed(self, c_noise: Tensor, conditions: ConditionsLike, dtype: torch.dtype) -> Tensor:
+    def embed(
+        self, c_noise: Tensor, conditions: ConditionsLike, dtype: torch.dtype, text: Text | None = None
+    ) -> Tensor:
         """Embed noise condition [B] and the other conditions: activated, [B, 4 * channels[0]]."""
         settings = self.settings
         position = c_noise.float() * settings.time_scale
         waves = sinusoids(position, settings.channels[0], settings.freq_shift, settings.flip_sin_to_cos)
-        return self._embed(self.time_embedding, waves.to(dtype), c_noise, conditions)
+        return self._embed(self.time_embedding, waves.to(dtype), c_noise, conditions, text)
 
 
-def _down(settings: UNet, width: int) -> tuple[nn.ModuleList, list[int]]:
+def _down(settings: UNet, width: int, text: int) -> tuple[nn.ModuleList, list[int]]:
     """Return the way down, and the channels of its skip connections, oldest first."""
     levels, skips, last = [], [settings.channels[0]], settings.channels[0]
     for i, (channels, attends) in enumerate(zip(settings.channels, settings.attention)):
         blocks = []
         for _ in range(settings.blocks):
-            blocks.append(_Block(settings, last, channels, width, attends))
+            blocks.append(_Block(settings, last, channels, width, attends, text_at(text, settings.attention, i)))
             last = channels
         lowest = i == len(settings.channels) - 1
         levels.append(_DownLevel(blocks, None if lowest else _Downsample(settings, channels)))
@@ -218,13 +239,14 @@ def _down(settings: UNet, width: int) -> tuple[nn.ModuleList, list[int]]:
     return nn.ModuleList(levels), skips
 
 
-def _up(settings: UNet, width: int, skips: list[int]) -> nn.ModuleList:
+def _up(settings: UNet, width: int, skips: list[int], text: int) -> nn.ModuleList:
     """Return the way up, lowest resolution first; each block takes the newest remaining skip connection."""
     levels, last, left = [], settings.channels[-1], list(skips)
     for i in reversed(range(len(settings.channels))):
         channels, blocks = settings.channels[i], []
+        attends = settings.attention[i], text_at(text, settings.attention, i)
         for _ in range(settings.blocks + 1):
-            blocks.append(_Block(settings, last + left.pop(), channels, width, settings.attention[i]))
+            blocks.append(_Block(settings, last + left.pop(), channels, width, *attends))
             last = channels
         levels.append(_UpLevel(blocks, None if i == 0 else _Upsample(channels)))
     return nn.ModuleList(levels)

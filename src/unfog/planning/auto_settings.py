@@ -14,7 +14,7 @@ from unfog.config.validate import parse_duration
 from unfog.data.dataset import ImageSet
 from unfog.errors import RequestError
 from unfog.models.network_settings import CustomNetwork
-from unfog.models.settings import SIZES, Architecture, UNet
+from unfog.models.settings import SIZES, USUAL_TEXT_LAYERS, Architecture, TextEncoderSettings, UNet
 from unfog.pipeline.build import build_network
 from unfog.planning.flops import Device, NetworkCost, TimeRange
 from unfog.planning.intervals import Changes, Choice, choose_intervals, open_intervals
@@ -115,17 +115,22 @@ class AutoSettings:
         self.resolve_intervals()
 
     def resolve_network(self) -> None:
-        """Choose a network for the device and the image size.
+        """Choose a network for the device and the image size, and what reads the texts of the images for it.
 
         RequestError if images do not fit the network of the configuration.
         """
         if not self.config.task.chooses_network:
             return
         _, height, width = self.config.input_shape
-        size = self._side
         if self.config.network is not None:
             self.config.network.check((height, width))
-            return
+        else:
+            self._choose_network(height, width)
+        self.config, choices = with_text_encoder(self.config)
+        self.choices += choices
+
+    def _choose_network(self, height: int, width: int) -> None:
+        size = self._side
         if self.machine.device.type == "cpu":
             wanted, reason = ("tiny" if size <= 32 else "small"), "what a CPU trains in reasonable time"
         else:
@@ -366,7 +371,7 @@ class AutoSettings:
     @cached_property
     def network_cost(self) -> NetworkCost:
         """Floating-point operations of the network, once it is resolved."""
-        return NetworkCost.of(lambda: build_network(self.config), self.config.input_shape)
+        return NetworkCost.of(lambda: build_network(self.config), self.config.input_shape, self.config.conditions)
 
     @cached_property
     def measured_step(self) -> StepTime:
@@ -400,6 +405,27 @@ class AutoSettings:
 
     def _note(self, name: str, value: object, reason: str) -> None:
         self.choices.append(Choice(name, value, reason))
+
+
+def with_text_encoder(config: Config) -> tuple[Config, list[Choice]]:
+    """Return the settings with the layers and the width of the encoder of texts, if the images have texts.
+
+    RequestError if the network has no attention to a text.
+    """
+    network, settings, choices = config.network, config.text_encoder, list[Choice]()
+    if network is None or config.conditions.text is None:
+        return config, choices
+    network.check_text(True)
+    if isinstance(network, CustomNetwork):
+        return config, choices  # it reads the tokens by itself
+    if is_auto(settings, "width"):
+        settings = replace(settings, width=TextEncoderSettings.width_for(network.widest))
+        reason = f"by the widest layer of the network, {network.widest}"
+        choices.append(Choice("text_encoder.width", settings.width, reason))
+    if is_auto(settings, "layers"):
+        settings = replace(settings, layers=USUAL_TEXT_LAYERS)
+        choices.append(Choice("text_encoder.layers", settings.layers, "enough for captions, and quick to train"))
+    return replace(config, text_encoder=settings), choices
 
 
 def _changed(config: Config, changes: Changes) -> Config:

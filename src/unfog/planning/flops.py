@@ -19,6 +19,8 @@ from unfog.planning.memory_recorder import clear_package_caches
 from unfog.process.device import synchronize
 from unfog.training.settings import Training
 from unfog.training.stability.out_of_memory import microbatch_size
+from unfog.values.condition_format import ConditionFormat
+from unfog.values.conditions import Conditions
 
 GB = 10**9
 _TFLOPS = 10**12
@@ -116,26 +118,31 @@ class NetworkCost(NamedTuple):
         return _seconds(flops, device, way, launches * _LAUNCH)
 
     @classmethod
-    def of(cls, build: Callable[[], nn.Module], shape: tuple[int, int, int]) -> NetworkCost:
-        """Count the operations for one image [C, H, W] of the network (x, c_noise) -> y that `build` makes, on fake
-        tensors.
-        """
+    def of(
+        cls, build: Callable[[], nn.Module], shape: tuple[int, int, int], conditions: ConditionFormat
+    ) -> NetworkCost:
+        """Count the operations for one image [C, H, W] of the network that `build` makes, on fake tensors."""
         batch = 2  # not 1, for which PyTorch takes other kernels here and there
         clear_package_caches()
         try:
             with FakeTensorMode():
                 network, count = build(), _OperationCounter()
-                x, c_noise = torch.zeros(batch, *shape), torch.zeros(batch)
+                inputs = torch.zeros(batch, *shape), torch.zeros(batch), _costly(conditions, batch)
                 with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as flops:
-                    y: Tensor = network(x, c_noise)
+                    y: Tensor = network(*inputs)
                     forward = flops.get_total_flops()
                     y.sum().backward()  # type: ignore[no-untyped-call]
                     both = flops.get_total_flops()
                 with count:
-                    network(x, c_noise).sum().backward()
+                    network(*inputs).sum().backward()
         finally:
             clear_package_caches()
         return cls(forward / batch, both / batch, count.operations)
+
+
+def _costly(conditions: ConditionFormat, batch: int) -> Conditions | None:
+    """Return the texts of a batch, as no other condition takes time worth counting. None without texts."""
+    return Conditions(tokens=conditions.blank(batch).tokens) if conditions.text else None
 
 
 class TimeRange(NamedTuple):

@@ -161,6 +161,8 @@ def memory_upper_bound(config: Config, at_once: int) -> float:
     side = math.sqrt(height * width)
     told = config.conditions
     weights, activations = config.network.size_bound(channels + told.mask_channels, side, told.inputs)
+    if told.text is not None:
+        weights, activations = math.inf, math.inf  # so that an estimate counts the encoder and the attention
     # 17 = weights, gradients, two averages, two moments and what the optimiser allocates for a moment, with gaps
     # between them; a checkpoint's snapshot of all that; and the gradient buckets of several processes.
     # 2 = every layer of a block keeps its input in fp32, twice; a captured step also while a preview is drawn.

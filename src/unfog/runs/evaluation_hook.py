@@ -186,7 +186,8 @@ def _count_costs(config: Config, images: ImageSet, features: Features | None, de
             extraction = measure_flops(lambda: features(pixels)) / len(pixels) + _PER_VALUE * pixels[0].numel()
         x, zeros = torch.zeros(few, *config.input_shape, device=device), torch.zeros(few, device=device)
         with torch.no_grad():
-            forward = measure_flops(lambda: network(x, zeros)) / few
+            told = config.conditions.blank(few).to(device)
+            forward = measure_flops(lambda: network(x, zeros, told)) / few
     # A backward pass costs two forward passes. In 16 bits both take about two thirds of the time.
     passes = 3.0 if config.training.precision == "fp32" else 2.0
     return _Costs(sample, extraction, width, passes * forward * config.training.images)

@@ -16,9 +16,14 @@ from unfog.values.guidance import GuidanceScale, Weights, in_turn
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from unfog.values.conditions import Conditions
 
+TEXT = "text"
+"""Name of the kind of columns that hold texts."""
+TEXT_HEAD = 32
+"""Channels of one attention head of the encoder of texts, a divisor of its width."""
 AUGMENT_INPUTS = 9
 """Length of `Conditions.augment`."""
 Given: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
@@ -50,6 +55,10 @@ class ConditionFormat:
     """Facts on all columns but the class, in the order of their names."""
     mask_channels: int = 0
     """Channels of `Conditions.known`, as many as the image has; 0 if all values are known."""
+    text_layers: int = 0
+    """Layers of the encoder of texts, if a column holds texts."""
+    text_width: int = 0
+    """Its width."""
 
     def __post_init__(self) -> None:
         names = [one.name for one in self.columns]
@@ -65,6 +74,11 @@ class ConditionFormat:
     def facts(self) -> tuple[ColumnFacts, ...]:
         """Facts on all columns, the class first."""
         return (*([ColumnFacts(CLASS, CLASS, tuple(self.classes))] if self.classes else []), *self.columns)
+
+    @property
+    def text(self) -> ColumnFacts | None:
+        """Facts on the column of texts, of which there is at most one; None without it."""
+        return next((one for one in self.columns if one.kind == TEXT), None)
 
     @property
     def _facts_by_name(self) -> dict[str, ColumnFacts]:
@@ -125,6 +139,18 @@ class ConditionFormat:
             if weight != 0:
                 made.append((weight, tuple(places[name] for name in hidden)))
         return made
+
+    def arguments(self, told: Conditions) -> dict[str, Tensor | None]:
+        """Return the conditions of images by name of column, as somebody's own network takes them; without the class.
+
+        See `ConditionKind.argument`. An absent condition is None.
+        """
+        found: dict[str, Tensor | None] = {}
+        for one, (name, start, stop) in zip(self.facts, self.spans):
+            values = getattr(told, name)
+            if one.name != CLASS:
+                found[one.name] = None if values is None else kind_of(one.kind).argument(one, values[:, start:stop])
+        return found
 
     def concerns(self, given: Given) -> list[str]:
         """Return why samples with these conditions may be poor, such as a number that no training image is near to."""

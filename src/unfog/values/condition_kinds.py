@@ -96,6 +96,10 @@ class ConditionKind:
         """
         raise NotImplementedError
 
+    def argument(self, facts: ColumnFacts, values: Tensor) -> Tensor:
+        """Return the condition of B images as the argument of somebody's own network, from `tensor` of this column."""
+        return values
+
     def parse(self, facts: ColumnFacts, word: object) -> Any:
         """Return the value of a word of a command line, or of a Python value. RequestError if it is none."""
         raise NotImplementedError
@@ -184,6 +188,10 @@ class NumberKind(ConditionKind):
         mean, deviation, low, high = facts.statistics
         return f"{low:g} to {high:g}, mean {mean:.4g}, deviation {deviation:.3g}"
 
+    def argument(self, facts: ColumnFacts, values: Tensor) -> Tensor:
+        """Return float32 [B]; NaN where it is not known or hidden."""
+        return values[:, 0]
+
     def parse(self, facts: ColumnFacts, word: object) -> float:
         return _number(facts, word)
 
@@ -233,6 +241,10 @@ class CategoryKind(_CategoriesKind):
 
     def evidence(self, facts: ColumnFacts) -> str:
         return f"{len(facts.categories)} values: {_some(facts.categories)}"
+
+    def argument(self, facts: ColumnFacts, values: Tensor) -> Tensor:
+        """Return int64 [B]; the number of categories where it is not known or hidden, as for an embedding."""
+        return values[:, 0].masked_fill(values[:, 0] < 0, len(facts.categories))
 
     def parse(self, facts: ColumnFacts, word: object) -> int:
         return _category(facts, word)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.checks.images import dataset_checks
+from unfog.checks.images.condition_checks import check_conditions
 from unfog.checks.images.duplicate_checks import check_duplicates
 from unfog.checks.images.image_scan import BLANK_DEVIATION, ImageScan, Progress
 from unfog.config.schema import Config
@@ -65,12 +66,18 @@ def _run_checks(scan: ImageScan, config: Config, progress: Progress | None = Non
         said = f"brightness, colours and duplicates are checked of pictures of 8 bits, and these are {format}"
         return [
             *dataset_checks.check_dataset(scan, config),
+            *check_conditions(scan.prepared.train, scan.prepared.held_out),
             _check_all_equal(scan),
             Finding("data.range", "fine", said),
             *([_check_unknown(scan.prepared.settings)] if scan.prepared.settings.has_unknown else []),
         ]
     equal, value_range = _check_all_equal(scan), _check_value_range(scan)
-    found = [*dataset_checks.check_dataset(scan, config), equal, value_range]
+    found = [
+        *dataset_checks.check_dataset(scan, config),
+        *check_conditions(scan.prepared.train, scan.prepared.held_out),
+        equal,
+        value_range,
+    ]
     # Of images that are black or all the same, the other statistics would only repeat that.
     if equal.severity != "fatal" and value_range.severity == "fine":
         found += [_check_blank(scan), _check_exposure(scan), *_check_grey(scan)]

@@ -36,11 +36,9 @@ def with_conditions(source: _Source, setting: str, warn: Callable[[str], None] =
     if not wanted:
         return source
     found = {name: source.columns[name] for name in wanted if not place and name in source.columns}
-    found |= {
-        name: column_of(name, source.values_by_name[name].tolist(), source.names, kind)
-        for name, kind in wanted.items()
-        if not place and name not in found and name in source.values_by_name
-    }
+    if not place:
+        values = source.values_of([name for name in wanted if name not in found])
+        found |= {name: column_of(name, cells, source.names, wanted[name]) for name, cells in values.items()}
     if rest := [name for name in wanted if name not in found]:
         cells = _matched(source, *_read_table(source, place, rest), rest, warn)
         found |= {name: column_of(name, cells[name], source.names, wanted[name]) for name in rest}
@@ -48,6 +46,8 @@ def with_conditions(source: _Source, setting: str, warn: Callable[[str], None] =
         _check_kind(found[name], kind)
     changed = copy.copy(source)  # as the source may be opened for other settings as well
     changed.columns = {name: column for name, column in source.columns.items() if name == CLASS} | found
+    if not place and source.label_column in wanted:  # a label is one of the conditions, and no class as well
+        changed.classes, changed.labels = (), None
     return changed
 
 
@@ -100,11 +100,12 @@ def _read_table(source: Source, place: str, names: Sequence[str]) -> tuple[Label
         return named, read_cells(named, names, source.second_names)
     tables = [table for name in AUTO_TABLES if (table := source.table(name)) is not None]
     if not tables:
-        has = [*without_class(source.columns), *source.values_by_name]
+        has = [*without_class(source.columns), *source.value_names()]
         told = f"it has {', '.join(map(sanitize, has[:12]))}; or " if has else ""
         raise RequestError(
-            f"condition = {', '.join(names)}: {sanitize(source.name)} has no such column, and no metadata.csv or "
-            f"metadata.jsonl; {told}give a table with a row for each image: --condition TABLE.csv:{','.join(names)}"
+            f"condition = {', '.join(map(sanitize, names))}: {sanitize(source.name)} has no such column, and no "
+            f"metadata.csv, .jsonl or .parquet; {told}give a table with a row for each image: --condition "
+            f"TABLE.csv:{','.join(map(sanitize, names))}"
         )
     errors = list[RequestError]()
     for table in tables:

@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -49,12 +50,13 @@ def cell_value(cell: Any) -> _Cell:
     """Return a cell of a table, or a value of JSON, as a number, a text or a list; None if it is not known."""
     if isinstance(cell, bool):
         return str(cell).lower()
-    if isinstance(cell, int | float):
-        return None if math.isnan(cell) else float(cell)
+    if isinstance(cell, int | float | Decimal):
+        return None if math.isnan(cell) else _float(cell)
     if isinstance(cell, list | tuple):
         return tuple(cell)
     if not isinstance(cell, str):
-        return None if cell is None else json.dumps(cell, sort_keys=True)
+        # Such as the dates and the dictionaries of a parquet file.
+        return None if cell is None else json.dumps(cell, sort_keys=True, default=str)
     text = cell.strip()
     if text.startswith("[") and text.endswith("]"):
         try:
@@ -62,6 +64,13 @@ def cell_value(cell: Any) -> _Cell:
         except (ValueError, RecursionError):
             return text
     return None if text.casefold() in _EMPTY else text
+
+
+def _float(value: float | Decimal) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf  # which is refused, with the name of its image
 
 
 def _number(value: _Cell) -> float | None:

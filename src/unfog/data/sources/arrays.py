@@ -13,7 +13,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from lzma import LZMAError
 from pathlib import Path
@@ -81,13 +81,14 @@ class ArraySource(Source):
         self.names = LazyNames("{:08}".format, range(len(images)))
         if labels is not None:
             self.classes, self.labels = index_labels(name, labels, len(images))
+            self.label_column = next(key for key in _LABEL_KEYS if key in others)
         elif others:
             unused = [sanitize(each) for each in others[:5]]
             self.label_warning = (
                 f"{sanitize(name)} also holds {', '.join(unused)}, which is not used; labels are an array called "
                 f"{' or '.join(_LABEL_KEYS)}, and --condition {unused[0]} makes it a condition"
             )
-        self.values_by_name = _Members(path, name, others, len(images))
+        self._others = others
 
     @classmethod
     def load(cls, location: SourceLocation, options: OpenOptions) -> ArraySource:
@@ -155,6 +156,25 @@ class ArraySource(Source):
         row = self._rows[i]
         return np.asarray(as_nhwc(self.name, np.broadcast_to(row, (2, *row.shape)), axes=self._axes)[0][0])
 
+    def value_names(self) -> Sequence[str]:
+        return self._others
+
+    def values_of(self, names: Sequence[str]) -> Mapping[str, Sequence[Any]]:
+        return {name: self._array(name).tolist() for name in names if name in self._others}
+
+    def _array(self, key: str) -> NDArray[Any]:
+        """Return another array of an .npz file. RequestError if it is damaged, or is not of the images."""
+        said, count = f"the array {sanitize(key)} of {sanitize(self.name)}", len(self.names)
+        try:
+            with zipfile.ZipFile(self._path) as archive:
+                found = _read_member(archive, key, self.name)
+        except (*DAMAGE_ERRORS, zipfile.BadZipFile) as error:
+            raise RequestError(f"{said} cannot be read: {str(error)[:160]}; store it again") from None
+        if found.shape[:1] != (count,):
+            shape = "x".join(map(str, found.shape)) or "one value"
+            raise RequestError(f"{said} is {shape}, and there are {count:,} images; give a value for each")
+        return np.char.decode(found, "utf-8", "replace") if found.dtype.kind == "S" else found
+
     def stamp(self) -> tuple[str, int]:
         # An .npz file was read whole, so changes since do not matter; a mapped one shows them.
         if self._mapped:
@@ -218,7 +238,7 @@ def file_digest(path: Path) -> str:
 
 
 def _read(path: Path, name: str) -> tuple[NDArray[Any] | FileRows, NDArray[Any] | None, list[str], str]:
-    """Return (images, labels or None, names of other arrays, order of the axes or "")."""
+    """Return (images, labels or None, names of all arrays but the images, order of the axes or "")."""
     if path.suffix.lower() == ".npy":
         array = load_rows(path, path.parent)
         if not isinstance(array, np.ndarray | FileRows):
@@ -234,36 +254,9 @@ def _read(path: Path, name: str) -> tuple[NDArray[Any] | FileRows, NDArray[Any] 
         axes = str(_read_member(archive, _AXES, name)) if _AXES in keys else ""
         if axes not in ("", "NCHW", "NHWC"):
             raise ValueError(f"{_AXES} is {sanitize(axes):.20}, and neither NCHW nor NHWC")
-        others = [key for key in keys if key not in (images, labels, _AXES)]
+        others = [key for key in keys if key not in (images, _AXES)]
         found = None if labels is None else _read_member(archive, labels, name)
         return _read_member(archive, images, name), found, others, axes
-
-
-class _Members(Mapping[str, NDArray[Any]]):
-    """The other arrays of an .npz file, read when they are asked for. RequestError if one is not of the images."""
-
-    def __init__(self, path: Path, name: str, keys: list[str], count: int) -> None:
-        self._path, self._name, self._keys, self._count = path, name, keys, count
-
-    def __getitem__(self, key: str) -> NDArray[Any]:
-        if key not in self._keys:
-            raise KeyError(key)
-        said = f"the array {sanitize(key)} of {sanitize(self._name)}"
-        try:
-            with zipfile.ZipFile(self._path) as archive:
-                found = _read_member(archive, key, self._name)
-        except (*DAMAGE_ERRORS, zipfile.BadZipFile) as error:
-            raise RequestError(f"{said} cannot be read: {str(error)[:160]}; store it again") from None
-        if found.shape[:1] != (self._count,):
-            shape = "x".join(map(str, found.shape)) or "one value"
-            raise RequestError(f"{said} is {shape}, and there are {self._count:,} images; give a value for each")
-        return np.char.decode(found, "utf-8", "replace") if found.dtype.kind == "S" else found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
 
 
 def _read_member(archive: zipfile.ZipFile, key: str, name: str) -> NDArray[Any]:

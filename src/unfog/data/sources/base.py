@@ -114,7 +114,7 @@ class OpenOptions:
 
 @dataclass(frozen=True)
 class LabelTable:
-    """A CSV or JSONL file of labels: a file of its own, or a member of an archive."""
+    """A CSV, JSONL or parquet file of labels and other columns: a file of its own, or a member of an archive."""
 
     name: str
     """Its path as the user wrote it, for messages."""
@@ -144,7 +144,7 @@ class LabelTable:
         places = [os.path.expanduser(path), *(os.path.join(folder, os.path.basename(path)) for folder in folders)]
         table = next(filter(os.path.isfile, places), None)
         if table is None:
-            raise RequestError(f"labels = {sanitize(path)} does not exist; give a .csv or .jsonl file, or auto")
+            raise RequestError(f"labels = {sanitize(path)} does not exist; give a .csv, .jsonl or .parquet file")
         return cls.from_path(Path(table))
 
     @property
@@ -229,8 +229,8 @@ class Source(ABC):
     columns: Mapping[str, Column] = {}
     """What is known about each image, by name, in the order of `names`. Labels may be its column "class" instead."""
 
-    values_by_name: Mapping[str, NDArray[Any]] = {}
-    """Arrays beside the images whose first axis is that of the images, which may become columns; read on demand."""
+    label_column: str = ""
+    """The one of the names that `values_of` reads whose values are the labels; "" if the labels have no such name."""
 
     held_out: frozenset[str] | None = None
     """Names of the images of an official held-out split; None to split by a hash of the names."""
@@ -323,6 +323,18 @@ class Source(ABC):
         The digest names caches and is compared on resume, so it must differ when an image, a label or a column has
         changed.
         """
+
+    def value_names(self) -> Sequence[str]:
+        """Return names that `values_of` reads, for messages: as many as are quickly found."""
+        return ()
+
+    def values_of(self, names: Sequence[str]) -> Mapping[str, Sequence[Any]]:
+        """Return the values beside the images that have these names, one for each image; a missing value is None.
+
+        Names without values are left out. The values may become columns: see `data.columns.kinds`.
+        RequestError if they cannot be read, or are not one for each image.
+        """
+        return {}
 
     def table(self, name: str) -> LabelTable | None:
         """Return the label table of that file name beside or among the images, None if there is none."""

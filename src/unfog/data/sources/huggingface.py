@@ -81,7 +81,8 @@ class HuggingFaceSource(Source):
         if not len(dataset):
             raise RequestError(f"{sanitize(self.name)} is empty; give another split")
         self.names = LazyNames("{:08}".format, range(len(dataset)))
-        self.classes, self.labels, self.label_warning = _read_labels(dataset, datasets)
+        self._values = dataset
+        self.label_column, self.classes, self.labels, self.label_warning = _read_labels(dataset, datasets)
         # The only folders from which images that are files are read.
         self._roots = [(local if local.is_dir() else local.parent).resolve()] if there else _download_folders(datasets)
         state = _parquet_state(local) if there and is_parquet(local) else str(dataset._fingerprint)
@@ -105,10 +106,12 @@ class HuggingFaceSource(Source):
         return cls(location.resolved.removeprefix("hf:"), location.name)
 
     @staticmethod
-    def items_of(dataset: Any) -> tuple[Iterator[Any], Iterator[Any], tuple[str, ...]] | None:
-        """Return (files of the images, labels, classes) of a dataset in memory; None if it gives images itself.
+    def items_of(
+        dataset: Any, wanted: Sequence[str] = ()
+    ) -> tuple[Iterator[Any], Iterator[Any], tuple[str, ...], dict[str, list[Any]]] | None:
+        """Return (files of the images, labels, classes, values of the wanted columns) of a dataset in memory.
 
-        It does so if it is a stream, or has a transform.
+        None if it gives images itself: it is a stream, or has a transform.
         """
         datasets = _import_datasets()
         if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
@@ -117,12 +120,21 @@ class HuggingFaceSource(Source):
         dataset = dataset.with_format(None)
         column = _image_column("the dataset", dataset, datasets)
         rows = dataset.select_columns([column]).cast_column(column, datasets.Image(decode=False))
-        classes, labels, _ = _read_labels(dataset, datasets)
+        label_column, classes, labels, _ = _read_labels(dataset, datasets)
+        values = _values_of(dataset, wanted, column, datasets)
+        if label_column in values:  # it is a condition, and no class as well
+            classes, labels = (), None
         each = repeat(None) if labels is None else iter(labels.tolist())
         columns = (row[column] for row in rows)
         # The bytes of an image's file, else its path; None if it has neither.
         files = (None if one is None else one.get("bytes") or one.get("path") for one in columns)
-        return files, each, classes
+        return files, each, classes, values
+
+    def value_names(self) -> Sequence[str]:
+        return [name for name in self._values.features if name != self._column]
+
+    def values_of(self, names: Sequence[str]) -> Mapping[str, Sequence[Any]]:
+        return _values_of(self._values, names, self._column, _import_datasets())
 
     def open(self, i: int) -> Image.Image:
         one = self._images[i][self._column]
@@ -357,15 +369,30 @@ def _image_column(name: str, dataset: Any, datasets: Any) -> str:
     )
 
 
-def _read_labels(dataset: Any, datasets: Any) -> tuple[tuple[str, ...], NDArray[np.int64] | None, str]:
-    """Return (classes, label of each image, reasons for columns that are left out), or ((), None, …) without labels."""
+def _values_of(dataset: Any, names: Sequence[str], images: str, datasets: Any) -> dict[str, list[Any]]:
+    """Return the values of those of the columns that the dataset has; classes by their names."""
+    found = dict[str, list[Any]]()
+    for name in names:
+        if name != images and (feature := dataset.features.get(name)) is not None:
+            found[name] = _column(dataset.select_columns([name]), name).to_pylist()
+            if isinstance(feature, datasets.ClassLabel) and feature.names:
+                known = range(len(feature.names))
+                found[name] = [feature.names[each] if each in known else None for each in found[name]]
+    return found
+
+
+def _read_labels(dataset: Any, datasets: Any) -> tuple[str, tuple[str, ...], NDArray[np.int64] | None, str]:
+    """Return (column, classes, label of each image, reasons for columns that are left out).
+
+    ("", (), None, …) without labels.
+    """
     for column, feature in dataset.features.items():
         if isinstance(feature, datasets.ClassLabel) and feature.names:
             # -1 is what the library itself writes for a label that is not known.
             values = _column(dataset, column).fill_null(-1).to_numpy()
             if unknown := int(np.sum((values < 0) | (values >= len(feature.names)))):
-                return (), None, _missing_values(column, unknown, len(values))
-            return tuple(feature.names), values.astype(np.int64), ""
+                return "", (), None, _missing_values(column, unknown, len(values))
+            return str(column), tuple(feature.names), values.astype(np.int64), ""
     left_out = []
     for column in (name for name in _LABEL_COLUMNS if name in dataset.features):
         stored = _column(dataset, column)
@@ -379,17 +406,20 @@ def _read_labels(dataset: Any, datasets: Any) -> tuple[tuple[str, ...], NDArray[
             # Sorted, so that the numbers of classes do not depend on the order of the rows.
             present, index = np.unique(values, return_inverse=True)
             names = [str(value).lower() if isinstance(value, bool) else str(value) for value in present.tolist()]
-            return tuple(names), index.astype(np.int64), "; ".join(left_out)
+            return column, tuple(names), index.astype(np.int64), "; ".join(left_out)
         left_out.append(
             f"column {column} is ignored: its values are {sanitize(str(stored.type))[:60]}, not whole numbers or text"
         )
     plain = [name for name, feature in dataset.features.items() if getattr(feature, "dtype", "") in _LABEL_TYPES]
+    number = next((name for name in plain if dataset.features[name].dtype != "string"), "")
     if plain and not left_out:
         left_out.append(
             f"columns that are not used: {', '.join(map(sanitize, plain[:5]))}; classes are in a ClassLabel column, "
             f"or in one called {' or '.join(_LABEL_COLUMNS[:2])}"
+            + f", and --condition {sanitize(number)} makes that one a condition"
+            * bool(number)
         )
-    return (), None, "; ".join(left_out)
+    return "", (), None, "; ".join(left_out)
 
 
 def _missing_values(column: str, count: int, of: int) -> str:

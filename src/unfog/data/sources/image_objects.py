@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +52,8 @@ class _Item(NamedTuple):
     image: Any
     label: Any
     """None without one."""
+    values: tuple[Any, ...] = ()
+    """Its values of the columns that are asked for."""
 
 
 @dataclass(frozen=True)
@@ -67,24 +69,29 @@ class ImageItems:
     """Names of the classes that whole numbers stand for; () if the labels are names, or nothing names them."""
     unused: str = ""
     """A line on columns that are not used and may be labels; "" for nothing to say."""
+    columns: tuple[str, ...] = ()
+    """Names of the values of each item."""
 
     @classmethod
-    def read(cls, source: Any) -> ImageItems:
+    def read(cls, source: Any, wanted: Sequence[str] = ()) -> ImageItems:
         """Return the images of a list, a torch or Hugging Face dataset, an iterable, or a generator.
 
-        Raises RequestError if the object is none of these.
+        `wanted` names values beside the images, which become conditions: columns of a table or dataset, or keys of
+        items that are dictionaries. Labels that are a condition are left out of the classes. Raises RequestError if the
+        object is none of these.
         """
         kind = type(source).__name__
         if isinstance(source, Image.Image):
             raise RequestError("a single image was given, and training needs many; give a list of images")
         if isinstance(source, Mapping):
-            return _read_mapping(source, kind)
+            return _read_mapping(source, kind, wanted)
         if type(source).__module__.partition(".")[0] == "datasets" and hasattr(source, "features"):
             from unfog.data.sources.huggingface import HuggingFaceSource
 
-            if (stored := HuggingFaceSource.items_of(source)) is not None:
-                images, labels, classes = stored
-                return cls(map(_Item, images, labels), kind, len(source), classes)
+            if (stored := HuggingFaceSource.items_of(source, wanted)) is not None:
+                images, labels, classes, values = stored
+                beside = _rows(list(values.values()))
+                return cls(map(_Item, images, labels, beside), kind, len(source), classes, columns=tuple(values))
         if isinstance(source, Iterable) and not isinstance(source, bytes):
             items = iter(source)
         elif hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, bytes):
@@ -95,10 +102,11 @@ class ImageItems:
             raise RequestError(f"source is of type {kind}, which gives no images; {remedy}")
         named = _named_items(items, kind)
         first = list(islice(named, 1))
-        pairs = (_split(item) for item in chain(first, named))
+        columns = tuple(name for name in wanted if any(isinstance(one, Mapping) and name in one for one in first))
+        pairs = (_split(item, columns) for item in chain(first, named))
         rows = [item for item in first if isinstance(item, Mapping) and _first_value(item, _LABEL_KEYS) is None]
-        others = [repr(key) for row in rows for key in row if key not in (*_IMAGE_KEYS, *_LABEL_KEYS)]
-        return cls(pairs, kind, _length(source), _class_names(source), _describe_unused(others))
+        others = [repr(key) for row in rows for key in row if key not in (*_IMAGE_KEYS, *_LABEL_KEYS, *columns)]
+        return cls(pairs, kind, _length(source), _class_names(source), _describe_unused(others), columns)
 
 
 def _length(source: Any) -> int | None:
@@ -108,26 +116,31 @@ def _length(source: Any) -> int | None:
         return None
 
 
-def _read_mapping(source: Mapping[Any, Any], kind: str) -> ImageItems:
+def _read_mapping(source: Mapping[Any, Any], kind: str, wanted: Sequence[str]) -> ImageItems:
     """Return the images of columns such as {"image": […], "label": […]}; refuse splits, of which one must be chosen."""
-    images, labels = (_first_value(source, keys) for keys in (_IMAGE_KEYS, _LABEL_KEYS))
+    columns = tuple(name for name in wanted if name in source)
+    images, labels = _first_value(source, _IMAGE_KEYS), _first_value(source, _without(_LABEL_KEYS, columns))
     if images is None:
         names = ", ".join(repr(key) for key in list(source)[:5])
         raise RequestError(
             f"a {kind} of {names} has no column of images; give one of its values, such as its training set"
         )
-    known = (*_IMAGE_KEYS, *_LABEL_KEYS)
+    known = (*_IMAGE_KEYS, *_LABEL_KEYS, *columns)
     others = [repr(key) for key in source if key not in known] if labels is None else []
     labels = [None] * len(images) if labels is None else labels
-    if len(images) != len(labels):
-        raise RequestError(f"there are {len(images):,} images and {len(labels):,} labels; give one for each image")
-    return ImageItems(map(_Item, images, labels), kind, len(images), unused=_describe_unused(others))
+    for name, values in [("labels", labels), *((f"values of {name}", source[name]) for name in columns)]:
+        if len(images) != len(values):
+            raise RequestError(f"there are {len(images):,} images and {len(values):,} {name}; give one for each image")
+    rows = _rows([source[name] for name in columns])
+    unused = _describe_unused(others)
+    return ImageItems(map(_Item, images, labels, rows), kind, len(images), unused=unused, columns=columns)
 
 
 def _describe_unused(columns: Sequence[str]) -> str:
     if not columns:
         return ""
-    return f"not used: {', '.join(columns[:5])}; labels are in a column called {' or '.join(_LABEL_KEYS[:2])}"
+    labels = f"labels are in a column called {' or '.join(_LABEL_KEYS[:2])}"
+    return f"not used: {', '.join(columns[:5])}; {labels}, and condition={columns[0]} makes that one a condition"
 
 
 def _named_items(items: Iterator[Any], kind: str) -> Iterator[Any]:
@@ -144,9 +157,20 @@ def _named_items(items: Iterator[Any], kind: str) -> Iterator[Any]:
         i += 1
 
 
-def _split(item: Any) -> _Item:
+def _rows(columns: Sequence[Iterable[Any]]) -> Iterator[tuple[Any, ...]]:
+    """Return the values of each item; those of no column for ever."""
+    return zip(*columns) if columns else repeat(())
+
+
+def _without(keys: Sequence[str], columns: Sequence[str]) -> list[str]:
+    """Return the keys but those that are conditions."""
+    return [key for key in keys if key not in columns]
+
+
+def _split(item: Any, columns: Sequence[str]) -> _Item:
     if isinstance(item, Mapping):
-        return _Item(_first_value(item, _IMAGE_KEYS), _first_value(item, _LABEL_KEYS))
+        label = _first_value(item, _without(_LABEL_KEYS, columns))
+        return _Item(_first_value(item, _IMAGE_KEYS), label, tuple(item.get(name) for name in columns))
     if isinstance(item, tuple | list) and item:
         return _Item(item[0], item[1] if len(item) > 1 else None)
     return _Item(item, None)
@@ -204,7 +228,7 @@ def find_float_range(items: Iterator[_Item], storing: Storing) -> tuple[ValueRan
     if storing.keeps:
         return None, items, storing
     first = list(islice(items, _LOOKED_AT))
-    arrays = [as_array(image) for image, _ in first if _is_array(image)]
+    arrays = [as_array(item.image) for item in first if _is_array(item.image)]
     floats = [array for array in arrays if array.dtype.kind == "f" and array.size]
     subject = "image 0" if len(first) == 1 else f"one of the first {len(first)} images"
     found = None

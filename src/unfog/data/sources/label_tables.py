@@ -1,4 +1,4 @@
-"""Read a label table, a CSV or JSONL file with a column of file names and one of classes, and match it to images."""
+"""Read a table, a CSV, JSONL or parquet file with a column of file names and others, and match it to images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from unfog.data.sources.base import ImageError, LabelTable, Source
 from unfog.data.sources.folder import normalize_path
 from unfog.data.sources.image_files import SUFFIXES, os_error_reason
-from unfog.errors import RequestError
+from unfog.errors import RequestError, install_command
 from unfog.text import not_utf8, sanitize, suggest
 
 FILE_COLUMNS = (
@@ -25,7 +25,10 @@ FILE_COLUMNS = (
 )
 # Names of the two columns, in lower case; the first one that a table has counts.
 LABEL_COLUMNS = ("label", "class", "category", "cls", "class_name", "label_name", "target", "class_id", "label_id")
+_BATCH, _MOST_UNPACKED = 256, 2**30  # rows of a parquet file that are read at once, and bytes of those columns
 _COMPARED, _LONGEST_HINT = 1000, 300  # columns that a name is compared with, and characters of what they are called
+# Of files that hold several images, which a row may name without them.
+_SCAN_SUFFIXES = (".nii.gz", ".nii", ".dcm", ".dicom", ".ima", ".fits", ".fit", ".fts")
 _SHARD = re.compile(r"\.tar/", re.IGNORECASE)
 _WHOLE_NUMBER = re.compile(r"-?[0-9]{1,18}")
 
@@ -50,18 +53,21 @@ def sort_labels(labels: set[str]) -> list[str]:
     return sorted(labels, key=int if all(map(_WHOLE_NUMBER.fullmatch, labels)) else None)
 
 
-def read_table(table: LabelTable, second_names: Mapping[str, str] | None = None) -> tuple[dict[str, str], str]:
-    """Return (file name -> label, "" if it is empty; a digest of the file). Raises RequestError if it is unfit.
+def read_table(table: LabelTable, second_names: Mapping[str, str] | None = None) -> tuple[dict[str, str], str, str]:
+    """Return (file name -> label, "" if it is empty; a digest of the file; the name of the column of labels).
 
-    A file in a folder of `second_names` is named as `Source.names` has it.
+    A file in a folder of `second_names` is named as `Source.names` has it. Raises RequestError if the table is unfit.
     """
-    found, content = _read(
-        table,
-        lambda header: _find_columns(header, table),  # before dict(zip()) would drop one of two columns
-        lambda rows: _collect_labels(rows, table, second_names or {}),
-    )
+    chosen = list[str]()
+
+    def choose(header: Sequence[str]) -> tuple[str, str]:
+        chosen[:] = columns = _find_columns(header, table)
+        return columns
+
+    found, content = _read(table, choose, lambda rows: _collect_labels(rows, table, choose, second_names or {}))
     # Without columns, as the digest was before they could be named.
-    return found, hashlib.sha256(content + "\n".join(table.columns).encode() * any(table.columns)).hexdigest()
+    digest = hashlib.sha256(content + "\n".join(table.columns).encode() * any(table.columns)).hexdigest()
+    return found, digest, chosen[-1]
 
 
 def read_cells(
@@ -79,31 +85,39 @@ def read_cells(
 
 
 def read_rows(table: LabelTable) -> list[Mapping[str, Any]]:
-    """Return the rows of a table of any columns, without those that are empty. RequestError if it is unfit."""
+    """Return the rows of a table of any columns; blank lines are left out. RequestError if it is unfit."""
 
-    def check(header: Sequence[str]) -> None:
+    def choose(header: Sequence[str]) -> Sequence[str]:
         name, count = Counter(header).most_common(1)[0]
         if count > 1:
             raise RequestError(f"{sanitize(table.name)} has {count} columns called {sanitize(name)}; keep one")
+        return header
 
-    return _read(table, check, lambda rows: [row for row in rows if not _is_blank(row)])[0]
+    return _read(table, choose, list)[0]
 
 
 _Found = TypeVar("_Found", bound=Collection[Any])
 
 
+_Choose = Callable[[Sequence[str]], Sequence[str]]
+
+
 def _read(
-    table: LabelTable,
-    check: Callable[[Sequence[str]], object],
-    collect: Callable[[Iterable[Mapping[str, Any]]], _Found],
+    table: LabelTable, choose: _Choose, collect: Callable[[Iterable[Mapping[str, Any]]], _Found]
 ) -> tuple[_Found, bytes]:
-    """Return (what `collect` makes of the rows, the content); `check` is called with the header of a CSV file."""
-    said = sanitize(table.name)
+    """Return (what `collect` makes of the rows, the content).
+
+    `choose` is called with the header, except of JSON lines, and returns the columns that the rows need to have.
+    """
+    said, suffix = sanitize(table.name), os.path.splitext(table.base_name)[1].lower()
     try:
         content = table.read()
-        text = content.decode("utf-8-sig")
-        is_json = table.base_name.lower().endswith((".jsonl", ".ndjson"))
-        found = collect(_json_rows(text) if is_json else _csv_rows(text, table, check))
+        if suffix == ".parquet":
+            found = collect(_parquet_rows(content, choose))
+        elif suffix in (".jsonl", ".ndjson"):
+            found = collect(_json_rows(content.decode("utf-8-sig")))
+        else:
+            found = collect(_csv_rows(content.decode("utf-8-sig"), table, choose))
     except OSError as error:
         raise RequestError(f"{said} is a table {os_error_reason(error)}; check it") from None
     except ImageError as error:
@@ -119,7 +133,7 @@ def _read(
     return found, content
 
 
-def _csv_rows(text: str, table: LabelTable, check: Callable[[Sequence[str]], object]) -> Iterator[Mapping[str, Any]]:
+def _csv_rows(text: str, table: LabelTable, choose: _Choose) -> Iterator[Mapping[str, Any]]:
     # Separators inside quotes are text, not separators.
     head = re.sub(r'"[^"]*"', "", text.partition("\n")[0])
     separator = "\t" if table.base_name.lower().endswith(".tsv") else max(",;\t", key=head.count)
@@ -128,15 +142,15 @@ def _csv_rows(text: str, table: LabelTable, check: Callable[[Sequence[str]], obj
     header, said = next((line for line in lines if line), []), sanitize(table.name)
     if not header:
         return
-    check(header)
+    places = {name: header.index(name) for name in choose(header)}
     for values in lines:
         if any(value.strip() for value in values[len(header) :]):
             raise RequestError(
                 f"{said} has {len(values)} fields in line {lines.line_num:,} and {len(header)} in its header; put "
                 f"quotes around what has a {separator!r} in it"
             )
-        if values:
-            yield dict(zip(header, values))
+        if any(value.strip() for value in values):
+            yield {name: values[k] for name, k in places.items() if k < len(values)}
 
 
 def _json_rows(text: str) -> Iterator[Mapping[str, Any]]:
@@ -148,20 +162,38 @@ def _json_rows(text: str) -> Iterator[Mapping[str, Any]]:
                 raise ValueError(f"{error.msg} in line {number:,}, character {error.pos + 1:,}") from None
             if not isinstance(row, dict):
                 raise ValueError(f"line {number:,} is not an object in braces")
-            yield row
+            if any(not (value is None or (isinstance(value, str) and not value.strip())) for value in row.values()):
+                yield row
+
+
+def _parquet_rows(content: bytes, choose: _Choose) -> Iterator[Mapping[str, Any]]:
+    """Return the rows of a parquet file, of which the chosen columns alone are read."""
+    try:
+        import pyarrow as pa  # type: ignore[import-untyped, import-not-found, unused-ignore]
+        import pyarrow.parquet as pq  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    except ImportError:
+        raise RequestError(f"a parquet table needs pyarrow, which is not installed: {install_command('hf')}") from None
+    try:
+        with pq.ParquetFile(io.BytesIO(content)) as file:
+            chosen, unpacked = list(choose(file.schema_arrow.names)), 0
+            for batch in file.iter_batches(_BATCH, columns=chosen):
+                # A dictionary lets a file of kilobytes repeat a text a million times.
+                if (unpacked := unpacked + batch.nbytes) > _MOST_UNPACKED:
+                    raise ValueError(f"it unpacks to over {_MOST_UNPACKED / 1e9:.1f} GB")
+                yield from batch.to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(str(error)) from None
 
 
 def _collect_labels(
-    rows: Iterable[Mapping[str, Any]], table: LabelTable, second_names: Mapping[str, str]
+    rows: Iterable[Mapping[str, Any]], table: LabelTable, choose: _Choose, second_names: Mapping[str, str]
 ) -> dict[str, str]:
     said = sanitize(table.name)
     spelled = _spelled(second_names)
     found: dict[str, str] = {}
-    columns: tuple[str, str] | None = None
+    columns: Sequence[str] = ()
     for row in rows:
-        if _is_blank(row):
-            continue
-        columns = columns or _find_columns(list(row), table)
+        columns = columns or choose(list(row))
         file, value = (row.get(column) for column in columns)
         name = _file_name(file, spelled)
         label = normalize_label(value)
@@ -197,8 +229,6 @@ def _collect_cells(
     said, found, seen = sanitize(table.name), dict[str, tuple[Any, ...]](), set[str]()
     file = ""
     for row in rows:
-        if _is_blank(row):
-            continue
         file = file or _find_column(list(row), FILE_COLUMNS, "file names", table, "")
         seen.update(name for name in wanted if name in row)
         if not (name := _file_name(row.get(file), spelled)):
@@ -211,25 +241,21 @@ def _collect_cells(
     return found
 
 
-def _find_named(header: Sequence[str], wanted: Sequence[str], table: LabelTable) -> None:
-    """Raise RequestError unless each column is in the header, once, and there is one of file names."""
-    _find_column(header, FILE_COLUMNS, "file names", table, "")
+def _find_named(header: Sequence[str], wanted: Sequence[str], table: LabelTable) -> list[str]:
+    """Return the column of file names and those that are wanted. RequestError unless each is there, once."""
+    file = _find_column(header, FILE_COLUMNS, "file names", table, "")
     for name in wanted:
         if (count := header.count(name)) > 1:
             raise RequestError(f"{sanitize(table.name)} has {count} columns called {sanitize(name)}; keep one")
         if not count:
             raise _missing_column(header, name, table)
+    return list(dict.fromkeys([file, *wanted]))
 
 
 def _missing_column(header: Sequence[str], name: str, table: LabelTable) -> RequestError:
     near = suggest(name, [sanitize(one[:30]) for one in header[:_COMPARED]])
     hint = near if len(near) < _LONGEST_HINT else f"; it has {', '.join(sanitize(one[:30]) for one in header[:12])}, …"
     return RequestError(f"{sanitize(table.name)} has no column {sanitize(name)!r}{hint}")
-
-
-def _is_blank(row: Mapping[str, Any]) -> bool:
-    # As in the rows that spreadsheets leave at the end.
-    return all(value is None or (isinstance(value, str) and not value.strip()) for value in row.values())
 
 
 def _find_columns(header: Sequence[str], table: LabelTable) -> tuple[str, str]:
@@ -353,5 +379,7 @@ def _base(name: str) -> str:
 
 
 def _stem(name: str) -> str:
-    stem, suffix = os.path.splitext(_base(name))
-    return stem if suffix.lower() in SUFFIXES else _base(name)
+    base = _base(name)
+    stem, suffix = os.path.splitext(base)
+    scan = next((one for one in _SCAN_SUFFIXES if base.lower().endswith(one)), "")
+    return base[: -len(scan)] if scan else stem if suffix.lower() in SUFFIXES else base

@@ -10,7 +10,7 @@ import os
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -100,7 +100,8 @@ def read_labels(
     elif mode == AUTO and are_measurements(classes, labels):
         warn(
             f"the labels are not used: they are {len(np.unique(labels)):,} numbers for {len(labels):,} images, fewer "
-            "than four images each; --data.labels folders takes each for a class all the same"
+            f"than four images each; {_as_number(source, 'or ')}--data.labels folders takes each for a class all the "
+            "same"
         )
         return (), None
     if labels is None:
@@ -190,7 +191,7 @@ class _LabelTableSource(SomeImages):
 
     def __init__(self, source: Source, table: LabelTable) -> None:
         self.table_setting = table.setting
-        rows, self._digest = read_table(table, source.second_names)
+        rows, self._digest, self.label_column = read_table(table, source.second_names)
         row_of, unmatched = match_images(source, rows)
         refuse_few_matches(source, table, rows, row_of)
         values = [rows[row] for row in row_of.values()]
@@ -216,7 +217,7 @@ class _LabelTableSource(SomeImages):
 
 
 def apply_label_table(
-    source: Source, mode: str, warn: Callable[[str], None] = lambda line: None, conditions: bool = False
+    source: Source, mode: str, warn: Callable[[str], None] = lambda line: None, conditions: Collection[str] = ()
 ) -> Source:
     """Return the source with the labels of a table, or unchanged.
 
@@ -227,7 +228,8 @@ def apply_label_table(
             no classes, every image has a row, and each class has four images on average. Or "folders" or "none": no
             table is used.
         warn: called with a line for each table, and each column of labels of the source's own, that is not used.
-        conditions: tables and arrays hold conditions, so that a table without labels needs no warning.
+        conditions: names of columns that are conditions. Tables and arrays hold them, so that one without labels needs
+            no warning; and a table whose column of labels is among them has no labels.
 
     Raises:
         RequestError: there is no such table, or it is refused: see `_LabelTableSource`.
@@ -250,7 +252,7 @@ def labels_setting(source: Source, labels: NDArray[np.int64] | None) -> str:
     return source.table_setting if isinstance(source, _LabelTableSource) else "folders"
 
 
-def _find_labels(source: Source, warn: Callable[[str], None], conditions: bool) -> Source:
+def _find_labels(source: Source, warn: Callable[[str], None], conditions: Collection[str]) -> Source:
     tables = [table for name in AUTO_TABLES if (table := source.table(name)) is not None]
     chosen, used = source, ""
     if tables and read_labels(source, AUTO)[1] is not None:
@@ -258,7 +260,9 @@ def _find_labels(source: Source, warn: Callable[[str], None], conditions: bool) 
     for table in tables:
         insist = f"--data.labels {sanitize(table.base_name)} uses it all the same"
         found = f"{used}; {insist}" if used else _try_table(source, table, insist)
-        if isinstance(found, str) and conditions and "no column of labels" in found:
+        if conditions and (isinstance(found, str) and "no column of labels" in found):
+            continue
+        if isinstance(found, Source) and found.label_column in conditions:
             continue
         if isinstance(found, str):
             warn(f"{sanitize(table.base_name)} is ignored: {found}")
@@ -340,7 +344,7 @@ def warn_of_labels(
     """Warn of classes that look like numbers, like several labels an image, or like names of another trainer."""
     present = [classes[i] for i in np.unique(labels)]
     if present and all(_NUMBER.fullmatch(name) for name in present):
-        _warn_of_numbers(present, warn)
+        _warn_of_numbers(present, _as_number(source), warn)
     for separator in _SEPARATORS:
         words = {word.strip() for name in present for word in name.split(separator)}
         joined = sum(separator in name for name in present)
@@ -366,12 +370,19 @@ def are_measurements(classes: Sequence[str], labels: NDArray[np.int64]) -> bool:
     return present > max(_MANY_NUMBERS, len(labels) / 4) and all(map(_NUMBER.fullmatch, classes))
 
 
-def _warn_of_numbers(names: Sequence[str], warn: Callable[[str], None]) -> None:
+def _as_number(source: Source, then: str = "") -> str:
+    """Return the remedy for labels that are numbers, and `then`; "" if the labels have no name."""
+    column = sanitize(source.label_column)
+    return f"--condition {column} learns them as a number, {then}" if column else ""
+
+
+def _warn_of_numbers(names: Sequence[str], remedy: str, warn: Callable[[str], None]) -> None:
     values = [float(name) for name in names]
     if len(values) > _MANY_NUMBERS or any(not value.is_integer() for value in values):
         warn(
             f"the labels are {len(values):,} numbers, from {min(values):g} to {max(values):g}: each is a class of its "
-            "own. If they measure something, such as an age, make a few ranges of them, or give --data.labels none"
+            f"own. If they measure something, such as an age, {remedy}make a few ranges of them, or give --data.labels "
+            "none"
         )
 
 

@@ -41,7 +41,7 @@ from unfog.text import sanitize
 from unfog.values.axes import USUAL, channel_axis
 from unfog.values.dimensions import arranged, layout_of
 
-_LABELS = "labels.json"
+_LABELS, _VALUES = "labels.json", "conditions.json"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # so that the same images make the same file
 _CHUNK = 1024  # images that are converted at a time
 _NAMED = 5  # images that a message names
@@ -58,16 +58,17 @@ class Report(NamedTuple):
 
 
 class StoredImages(ZipSource):
-    """Images that `store` wrote: a zip archive with the class of each image in labels.json."""
+    """Images that `store` wrote: a zip archive with the classes in labels.json, and other values in conditions.json."""
 
     suffixes = (".images",)
     tables_inside = False
 
     def __init__(self, location: SourceLocation) -> None:
-        self._stored_labels: list[zipfile.ZipInfo] = []
+        self._stored: dict[str, zipfile.ZipInfo] = {}
         super().__init__(location)
-        for info in self._stored_labels:
-            self._read_labels(info)
+        if _LABELS in self._stored:
+            self._read_labels(self._stored[_LABELS])
+            self.label_column = "label"
 
     def read(self, i: int) -> Image.Image | NDArray[Any]:
         image = self.open(i)
@@ -85,6 +86,7 @@ class StoredImages(ZipSource):
         report: Report | None = None,
         storing: Storing = USUAL_STORING,
         conditions: Mapping[str, Any] | None = None,
+        wanted: Sequence[str] = (),
     ) -> Path:
         """Write images given as objects into the cache, once, and return the path of the file, which is a SOURCE.
 
@@ -96,7 +98,8 @@ class StoredImages(ZipSource):
             labels: a whole number or a text for each image, where the source has none itself.
             report: functions to call meanwhile.
             storing: how arrays are stored.
-            conditions: values of each image by name, beside an array or tensor.
+            conditions: a number, text, list or vector for each image, by name.
+            wanted: names of such values that the images may come with, such as columns of a dataset.
 
         Raises:
             RequestError: there are no images, one is none, the labels do not fit, or the cache cannot be written.
@@ -109,18 +112,14 @@ class StoredImages(ZipSource):
             first = hasattr(source, "detach")
             pixels = _without_floats(as_array(source), first, report, storing)
             return ArraySource.store(pixels, labels, report.say, first, storing.axes, conditions)
-        if conditions:
-            raise RequestError(
-                "conditions as arrays need the images as one array or tensor, such as np.stack(images), or files with "
-                "metadata.csv"
-            )
-        items, folder = ImageItems.read(source), cache_folder()
+        beside = {name: _plain_values(values, name) for name, values in (conditions or {}).items()}
+        items, folder = ImageItems.read(source, [name for name in wanted if name not in beside]), cache_folder()
         partial = folder / f"images-{os.getpid()}-{time.time_ns()}.partial"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             remove_stale_entries(folder)
             try:
-                digest = _write(partial, items, labels, report, storing)
+                digest = _write(partial, items, labels, beside, report, storing)
                 path = folder / f"images-{digest}.images"
                 hold(path)
                 # The name is a digest of the content: one that is there is the same file.
@@ -146,12 +145,36 @@ class StoredImages(ZipSource):
             raise RequestError(f"{sanitize(self.name)} is damaged: {error}; give the images again") from None
         self.labels = labels.astype(np.int64)
 
+    def value_names(self) -> Sequence[str]:
+        return [*self._values(), *filter(None, [self.label_column])]
+
+    def values_of(self, names: Sequence[str]) -> Mapping[str, Sequence[Any]]:
+        values, found = self._values(), dict[str, Sequence[Any]]()
+        for name in names:
+            if name in values:
+                found[name] = values[name]
+            elif name == self.label_column and self.labels is not None:
+                found[name] = [self.classes[label] for label in self.labels.tolist()]
+        return found
+
+    def _values(self) -> dict[str, list[Any]]:
+        """Return the stored values by name. RequestError if they are not of the images."""
+        if _VALUES not in self._stored:
+            return {}
+        try:
+            stored = dict(json.loads(self._read_table(self._stored[_VALUES])))
+            if not all(isinstance(values, list) and len(values) == len(self.names) for values in stored.values()):
+                raise ValueError("its conditions are not of its images")
+        except Exception as error:  # any JSON is possible
+            raise RequestError(f"{sanitize(self.name)} is damaged: {error}; give the images again") from None
+        return stored
+
     def _leave_out_own(self, directory: list[zipfile.ZipInfo], ignored: Counter[str]) -> None:
         """Leave all in: these images were chosen one by one."""
 
     def _add(self, info: zipfile.ZipInfo, ignored: Counter[str], unreadable: list[SkippedFile]) -> None:
-        if info.filename == _LABELS:
-            self._stored_labels.append(info)
+        if info.filename in (_LABELS, _VALUES):
+            self._stored[info.filename] = info
         else:
             super()._add(info, ignored, unreadable)
 
@@ -253,10 +276,13 @@ def _named(images: Sequence[int]) -> str:
     return f"images {', '.join(map(str, images[:_NAMED]))}{more}"
 
 
-def _write(partial: Path, source: ImageItems, labels: Any, report: Report, storing: Storing) -> str:
-    """Write the archive, and return the digest of images and labels."""
+def _write(
+    partial: Path, source: ImageItems, labels: Any, beside: Mapping[str, list[Any]], report: Report, storing: Storing
+) -> str:
+    """Write the archive, and return the digest of images, labels and the values beside them."""
     given = None if labels is None else [_plain_label(label, i) for i, label in enumerate(labels)]
     found: list[int | str | None] = []
+    columns: dict[str, list[Any]] = {name: [] for name in source.columns}
     digest = hashlib.sha256()
     # Stored without compression, as PNGs are compressed already.
     with open_file(partial, "xb", partial.parent) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
@@ -265,8 +291,10 @@ def _write(partial: Path, source: ImageItems, labels: Any, report: Report, stori
         floats, items, storing = find_float_range(source.items, storing)
         if floats is not None:
             report.say(_float_line(floats))
-        for i, (image, label) in enumerate(items):
+        for i, (image, label, values) in enumerate(items):
             content = encode_image(image, i, floats, storing)
+            for name, value in zip(columns, values):
+                columns[name].append(plain_value(value, name))
             digest.update(hashlib.sha256(content).digest())
             archive.writestr(zipfile.ZipInfo(f"{i:08}.png", _EPOCH), content)
             found.append(_plain_label(label, i))
@@ -278,6 +306,11 @@ def _write(partial: Path, source: ImageItems, labels: Any, report: Report, stori
             stored = json.dumps({"classes": classes, "labels": index}).encode()
             digest.update(stored)
             archive.writestr(zipfile.ZipInfo(_LABELS, _EPOCH), stored)
+        if columns := columns | dict(beside):
+            _check_counts(columns, len(found))
+            stored = json.dumps(columns).encode()
+            digest.update(stored)
+            archive.writestr(zipfile.ZipInfo(_VALUES, _EPOCH), stored)
         archive.close()
         file.flush()
         os.fsync(file.fileno())  # before the rename, or a power cut could leave an empty file under the name
@@ -293,6 +326,41 @@ def _chosen(found: list[int | str | None], given: list[int | str | None] | None)
     if len(given) != len(found):
         raise RequestError(f"there are {len(found):,} images and {len(given):,} labels; give one for each image")
     return given
+
+
+def _plain_values(values: Any, name: str) -> list[Any]:
+    """Return a condition as a list of a value for each image, as JSON has them. RequestError if it is none."""
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
+        raise RequestError(
+            f"the condition {name} is of type {type(values).__name__}; give a list or array with a value for each image"
+        )
+    values = as_array(values) if hasattr(values, "__array__") else values
+    return [plain_value(value, name) for value in values]
+
+
+def plain_value(value: Any, name: str) -> Any:
+    """Return the value of an image as JSON has it: a text, a number, or a list of them; None if it is not known."""
+    if hasattr(value, "__array__"):
+        value = as_array(value).tolist()
+    if type(value).__name__ in ("NAType", "NaTType"):  # missing values of pandas
+        return None
+    if isinstance(value, set | frozenset):
+        value = sorted(value)
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        raise RequestError(
+            f"the condition {name} holds a {type(value).__name__}; give numbers, texts, or lists of them"
+        ) from None
+    return value
+
+
+def _check_counts(columns: Mapping[str, list[Any]], count: int) -> None:
+    for name, values in columns.items():
+        if len(values) != count:
+            raise RequestError(
+                f"the condition {name} has {len(values):,} values, and there are {count:,} images; give one for each"
+            )
 
 
 def _plain_label(label: Any, i: int) -> int | str | None:

@@ -92,7 +92,7 @@ class IndexEntry:
             RequestError: the shard is compressed as a whole.
             ImageError: it cannot be read.
         """
-        file = BlockReader(storage, path, state.size, _REMOTE_BLOCK if storage.remote else _LOCAL_BLOCK)
+        file = open_shard(storage, path, state.size)
         if packed := detect_compression(file.read_at(0, 16)):
             raise RequestError(
                 f"{sanitize(path)} is compressed as a whole ({packed}), so no image in it can be reached; "
@@ -148,7 +148,7 @@ class _EntryBuilder:
 
     def _add_label(self, name: str, member: TarMember) -> bool:
         """Add the label that a member gives; return whether it gives one."""
-        stem, kind = _split_suffix(name)
+        stem, kind = split_suffix(name)
         if kind not in _LABEL_FILES:
             return False
         data = member.read(self.file, _LABEL_FILES[kind])
@@ -162,7 +162,7 @@ class _EntryBuilder:
 
     def _label(self, name: str) -> tuple[str, str] | None:
         """Return the label of an image; a .cls counts more than a .json, and that more than a .txt."""
-        for stem in _candidate_stems(_split_suffix(name)[0]):
+        for stem in candidate_stems(split_suffix(name)[0]):
             for rank in range(len(_LABEL_FILES)):
                 if (value := self.labels.get((stem, rank))) is not None:
                     return value
@@ -205,10 +205,10 @@ class _EntryBuilder:
         """Ignore 001.seg.png beside 001.jpg: it is a mask of that image, say, and no image of its own."""
         # Only an ending that begins with a letter marks a sidecar: 001.0.png beside 001.png is an image, as are
         # 001.left.png and 001.right.png without a 001.png.
-        stems = {_split_suffix(name)[0] for name in self.images}
+        stems = {split_suffix(name)[0] for name in self.images}
         for name in list(self.images):
-            stem, kind = _split_suffix(name)
-            for shorter in _candidate_stems(stem)[1:]:
+            stem, kind = split_suffix(name)
+            for shorter in candidate_stems(stem)[1:]:
                 if not stem[len(shorter) + 1 :][:1].isalpha():
                     break
                 if shorter in stems:
@@ -217,14 +217,19 @@ class _EntryBuilder:
                     break
 
 
-def _split_suffix(name: str) -> tuple[str, str]:
+def open_shard(storage: Storage, path: str, size: int) -> BlockReader:
+    """Return a reader of the headers and small members of a shard of so many bytes."""
+    return BlockReader(storage, path, size, _REMOTE_BLOCK if storage.remote else _LOCAL_BLOCK)
+
+
+def split_suffix(name: str) -> tuple[str, str]:
     """Split off the suffix, in lower case: "a/v1.001.PNG" -> ("a/v1.001", "png")."""
     folder, slash, base = name.rpartition("/")
     stem, dot, kind = base.rpartition(".")
     return (folder + slash + stem, kind.lower()) if dot else (name, "")
 
 
-def _candidate_stems(stem: str) -> list[str]:
+def candidate_stems(stem: str) -> list[str]:
     """Return the names under which the sidecar files of a member may be, the nearest first: "a/v1.001", then "a/v1"."""
     # The last one is webdataset's key, which ends at the first dot. That key alone would take v1.001.png and v1.002.png
     # for one sample with one label.

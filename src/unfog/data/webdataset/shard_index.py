@@ -100,7 +100,7 @@ class ShardIndex:
         folder = cache_folder() / "shards"
         hold(folder)
         try:
-            keys = [_key(path, state) for path, state in states.items()]
+            keys = [shard_key(path, state) for path, state in states.items()]
         except OSError as error:
             raise RequestError(
                 f"{sanitize(str(error.filename))} is a file {os_error_reason(error)}; restore it, or remove it "
@@ -142,7 +142,8 @@ def shard_name(path: str, base: str) -> str:
     return plain_url(path).removeprefix(plain_url(base))
 
 
-def _key(path: str, state: FileState) -> str:
+def shard_key(path: str, state: FileState) -> str:
+    """Return the name of a shard in the cache: a digest of its path and state. OSError if it is gone."""
     # Programs that write over a file can set its mtime back, but not its ctime.
     written = 0 if "://" in path else os.stat(path).st_ctime_ns
     stated = (_FORMAT, plain_url(path), written, tuple(state))

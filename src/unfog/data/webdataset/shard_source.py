@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from unfog.data.sources.base import ImageError, OpenOptions, Source, SourceLocat
 from unfog.data.sources.folder import list_only, sample_digest
 from unfog.data.sources.image_files import open_bytes
 from unfog.data.sources.storage import FileState, open_storage
+from unfog.data.webdataset.metadata import first_keys, read_values
 from unfog.data.webdataset.remote_shards import RemoteShards
 from unfog.data.webdataset.shard_index import ShardIndex, shard_name
 from unfog.errors import RequestError
@@ -78,6 +79,12 @@ class ShardSource(Source):
         if len(data) < size:
             raise ImageError("truncated")
         return open_bytes(data, self.names[i])
+
+    def value_names(self) -> Sequence[str]:
+        return first_keys(self._storage, self.index)
+
+    def values_of(self, names: Sequence[str]) -> Mapping[str, Sequence[Any]]:
+        return read_values(self._storage, self.index, self.names, names) if names else {}
 
     def folder_problem(self, i: int) -> str:
         return self._storage.folder_problem(self.index.place(i)[0])

@@ -16,6 +16,7 @@ from unfog.config.spec_strings import format_spec, quote
 from unfog.config.toml import update
 from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import AutoencoderFolder
+from unfog.planning.auto_settings import with_text_encoder
 from unfog.planning.intervals import Choice
 from unfog.process.run_folder import printable
 from unfog.runs.weights.foreign_objectives import objective_from_scheduler
@@ -55,6 +56,7 @@ def recipe_from_weights(base: Config, table: Mapping[str, Any]) -> Config:
         init=init,
         network=trained.network,
         diffusion=trained.diffusion,
+        text_encoder=trained.text_encoder,
         data=data,
         sampler=base.sampler if source.elsewhere is None else trained.sampler,
         autoencoder_folder=base.autoencoder_folder or trained.autoencoder_folder,
@@ -91,6 +93,7 @@ def load_initial_weights(config: Config) -> _InitialWeights:
     """
     source = WeightsSource.describe(config.init, config.diffusion)
     _check_network(source, config)
+    config, of_text = with_text_encoder(config)
     sha256 = sha256_of(source.weights, source.root)
     if config.init.sha256 not in ("", sha256):
         raise RequestError(
@@ -106,7 +109,7 @@ def load_initial_weights(config: Config) -> _InitialWeights:
     state, classes = source.fit(source.read(), config)
     folder = printable(str(Path(os.path.expanduser(config.init.folder)).resolve()))
     config = replace(config, init=replace(config.init, folder=folder, sha256=sha256))
-    return _InitialWeights(state, config, choices + classes)
+    return _InitialWeights(state, config, choices + classes + of_text)
 
 
 def _check_network(source: WeightsSource, config: Config) -> None:

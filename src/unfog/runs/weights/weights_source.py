@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.export.diffusers_unet import Network, unet2d_settings
 from unfog.export.foreign_weights import SUFFIXES, DiffusersFolder, ForeignModel, from_dit, read_model
+from unfog.models.condition_layers import column_inputs
 from unfog.models.layers import ConditionalNetwork
 from unfog.pipeline.build import build_network, limited_parameters
 from unfog.planning.intervals import Choice
@@ -27,13 +29,36 @@ from unfog.reporting.progress import warn
 from unfog.runs.weights.foreign_objectives import ForeignObjective, objective_from_scheduler, with_latents_of
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import read_tensors
+from unfog.values.condition_kinds import ColumnFacts
 from unfog.values.image_format import CHANNELS, LEAST, Size, size_of
 
 _CLASS_SPREAD = 0.02  # scale of random differences between new class embeddings, as other networks draw their rows
 _ADDED = 16  # parameters that a network has beside those of the weights, at most
 _CLASSES, _AUGMENT, _BIAS = "class_embedding.weight", "augment_embedding.", "time_embedding.2.bias"
+_COLUMNS, _COLUMN_WEIGHT = "column_embedding.", "column_embedding.linear.weight"
+_TEXT_PARTS = frozenset(ConditionalNetwork.text_parts)
 # Layers that embed conditions other than the class. The weights and the run may differ in having them.
 _EMBEDDINGS = tuple(f"{name}." for name in ConditionalNetwork.embeddings if not _CLASSES.startswith(f"{name}."))
+
+
+def _is_of_text(name: str) -> bool:
+    return not _TEXT_PARTS.isdisjoint(name.split("."))
+
+
+def _is_optional(name: str) -> bool:
+    """Return whether a parameter belongs to a condition that the weights or the run may be without."""
+    return name.startswith(_EMBEDDINGS) or _is_of_text(name)
+
+
+def _text(config: Config) -> tuple[object, ...] | None:
+    """Return all that the layers of the texts depend on; None without texts."""
+    text = config.conditions.text
+    return None if text is None else (*text.identity, text.statistics, config.text_encoder)
+
+
+def _embedded(config: Config) -> list[ColumnFacts]:
+    """Return the columns that `ColumnEmbedding` embeds."""
+    return [one for one in config.columns if one != config.conditions.text]
 
 
 class WeightsSource(NamedTuple):
@@ -81,21 +106,25 @@ class WeightsSource(NamedTuple):
             state = Network.from_unet2d(self.unet2d, state, null_class=wanted > 0 and rows == wanted + 1).state
         # Weights are trained in fp32, whatever the file holds.
         state = {name: tensor.float() for name, tensor in state.items() if self._has_input(name, config)}
+        columns = [name for name in state if name.startswith(_COLUMNS)]
+        before = {name: state.pop(name) for name in columns if self._other_columns(config)}
         # A weight's shape may describe a far larger network than the weights are of, so shapes are compared first.
         with torch.device("meta"), limited_parameters(len(state) + _ADDED, self._misfit):
             shapes = {name: tensor.shape for name, tensor in build_network(config).state_dict().items()}
         for name, shape in shapes.items():
-            added = name == _CLASSES or (name.startswith(_EMBEDDINGS) and name not in state)
+            added = name == _CLASSES or (_is_optional(name) and name not in state)
             if not added and (name not in state or state[name].shape != shape):
                 raise self._misfit(name)
         with torch.no_grad():
             fresh = build_network(config).state_dict()
-        new = [name for name in fresh if name.startswith(_EMBEDDINGS) and name not in state]
+        new = [name for name in fresh if _is_optional(name) and name not in state]
         state |= {name: fresh[name] for name in new}
         choices = _fit_classes(state, fresh, self.config.classes, config)
-        if any(not name.startswith(_AUGMENT) for name in new):
-            names = ", ".join(one.name for one in config.columns)
-            choices.append(Choice("conditions", names, "their embedding is new: the weights were trained without them"))
+        if any(name.startswith(_COLUMNS) for name in new):
+            choices.append(_fit_columns(state, before, _embedded(self.config), config))
+        if any(map(_is_of_text, new)):
+            reason = "its layers are new and begin at zero: the weights were trained without these texts"
+            choices.append(Choice("text", config.conditions.text.name if config.conditions.text else "", reason))
         wrong = [name for name in {*state, *fresh} if name not in state or name not in fresh]
         wrong += [name for name in state if name in fresh and state[name].shape != fresh[name].shape]
         if wrong:
@@ -103,11 +132,16 @@ class WeightsSource(NamedTuple):
         return state, choices
 
     def _has_input(self, name: str, config: Config) -> bool:
-        """Return False for a weight that embeds conditions if the run has none of this kind, or other columns."""
+        """Return False for a weight that embeds conditions if the run has none of this kind."""
         if name.startswith(_AUGMENT):
             return config.data.augment > 0
-        ours, theirs = ([one.identity for one in each.columns] for each in (config, self.config))
-        return not name.startswith(_EMBEDDINGS) or ours == theirs
+        if _is_of_text(name):
+            return _text(config) is not None and _text(config) == _text(self.config)
+        return not name.startswith(_COLUMNS) or bool(_embedded(config))
+
+    def _other_columns(self, config: Config) -> bool:
+        ours, theirs = ([one.identity for one in _embedded(each)] for each in (config, self.config))
+        return ours != theirs
 
     def _misfit(self, name: str) -> RequestError:
         return RequestError(
@@ -189,6 +223,30 @@ def _settings_of(model: ForeignModel, diffusion: Diffusion, sampler: Sampler | N
 def _data_of(channels: int, size: Size) -> Data:
     """Return image settings that match the input of a network; with latents, size and channels stay open."""
     return replace(Data(), size=size, channels=channels) if channels in CHANNELS else Data()
+
+
+def _fit_columns(
+    state: dict[str, Tensor], before: Mapping[str, Tensor], columns: Sequence[ColumnFacts], config: Config
+) -> Choice:
+    """Begin the new layer of columns in `state` at zero, and columns that the weights know as they are in `before`."""
+    wanted = _embedded(config)
+    names = ", ".join(one.name for one in wanted)
+    if config.network is not None and config.network.fixed_norm_weights:
+        reason = "their embedding is new and random, as this network has no weights of zero"
+        return Choice("conditions", names, f"{reason}; the weights were trained without them")
+    for name in state:
+        if name.startswith(_COLUMNS):
+            state[name] = torch.zeros_like(state[name])
+    known = {one.identity for one in columns} if _COLUMN_WEIGHT in before else set()
+    theirs, ours = column_inputs(columns), column_inputs(wanted)
+    new = [one.name for one in wanted if one.identity not in known]
+    for one in wanted:
+        if one.identity in known:
+            state[_COLUMN_WEIGHT][:, ours[one.name]] = before[_COLUMN_WEIGHT][:, theirs[one.name]]
+    if not new:
+        return Choice("conditions", names, "as they were trained; the weights have others, which are forgotten")
+    begin = "begins" if len(new) == 1 else "begin"
+    return Choice("conditions", names, f"{', '.join(new)} {begin} at zero: the weights were trained without them")
 
 
 def _fit_classes(

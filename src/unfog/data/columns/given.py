@@ -1,0 +1,81 @@
+"""Conditions given from Python: a dictionary or table of values, and the table in the cache for images of files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unfog.data.settings import parse_condition
+from unfog.data.sources.label_tables import FILE_COLUMNS
+from unfog.data.sources.stored_images import plain_value
+from unfog.errors import RequestError
+from unfog.files.cache_folder import cache_folder, hold
+from unfog.files.safe_files import write_atomic
+
+
+def columns_by_name(conditions: Any) -> dict[str, Any]:
+    """Return conditions as a dictionary of columns; a table of pandas or polars has one for each of its own.
+
+    RequestError if they are neither.
+    """
+    if type(conditions).__module__.partition(".")[0] in ("pandas", "polars") and hasattr(conditions, "columns"):
+        return {str(name): list(conditions[name]) for name in conditions.columns}
+    if not isinstance(conditions, Mapping) or not all(isinstance(name, str) for name in conditions):
+        raise RequestError(f'conditions = {conditions!r:.60} must be a dict of arrays, such as {{"age": ages}}')
+    return dict(conditions)
+
+
+def store_table(columns: Mapping[str, Any], named: str) -> str:
+    """Write conditions of files as a table into the cache, and return `data.condition` that names it.
+
+    Args:
+        columns: for each condition, a dictionary of file names and values; or sequences, one of them of file names.
+        named: `data.condition` as it was given, such as "age:category"; "" for all columns.
+
+    Raises:
+        RequestError: nothing names the files, or the cache cannot be written.
+    """
+    rows = _rows_by_file(columns)
+    others = list(dict.fromkeys(name for row in rows.values() for name in row))
+    place, _ = parse_condition(named)
+    if place:
+        raise RequestError(f"condition = {named} names a table, and conditions are given as well; give one of them")
+    content = "".join(json.dumps({"file_name": file, **row}) + "\n" for file, row in rows.items()).encode()
+    folder = cache_folder()
+    path = folder / f"table-{hashlib.sha256(content).hexdigest()[:32]}.jsonl"
+    hold(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, content, folder, shared=True)
+    except OSError as error:
+        raise RequestError(f"{folder} cannot be written ({error.strerror}); set UNFOG_CACHE to another") from None
+    return f"{path}:{named or ','.join(others)}"
+
+
+def _rows_by_file(columns: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return file name -> its values by name of condition."""
+    rows: dict[str, dict[str, Any]] = {}
+    if columns and all(isinstance(values, Mapping) for values in columns.values()):
+        for name, values in columns.items():
+            for file, value in values.items():
+                rows.setdefault(str(file), {})[name] = plain_value(value, name)
+        return rows
+    key = next((name for usual in FILE_COLUMNS for name in columns if name.casefold() == usual), None)
+    if key is None:
+        first = next(iter(columns), "age")
+        raise RequestError(
+            "the order of files in a folder is not that of a list, so conditions of files are given by name: "
+            f'conditions={{"{first}": {{"0001.png": …}}}}, or with a list "file_name" of them'
+        )
+    files, others = list(columns[key]), [name for name in columns if name != key]
+    lists: dict[str, Sequence[Any]] = {name: list(columns[name]) for name in others}
+    for name, values in lists.items():
+        if len(values) != len(files):
+            raise RequestError(f"the condition {name} has {len(values):,} values, and there are {len(files):,} files")
+    for i, file in enumerate(files):
+        if str(file) in rows:
+            raise RequestError(f"conditions have two rows of {str(file)!r:.60}; keep one")
+        rows[str(file)] = {name: plain_value(lists[name][i], name) for name in others}
+    return rows
