@@ -266,7 +266,7 @@ def test_the_command_lists_and_clears(four: list[Path], capsys: pytest.CaptureFi
 def test_entries_from_before_a_setting_keep_their_names() -> None:
     assert Data().later_key == ()
     assert Data(range=(0.0, 1.0), clip=True).later_key == ((0.0, 1.0), "clip")
-    usual = {"range": (), "clip": False, "dtype": "auto", "axes": "auto", "unknown": "none"}
+    usual = {"range": (), "clip": False, "dtype": "auto", "axes": "auto", "unknown": "none", "slices": "axial"}
     assert Data.later_of({}) == usual
     assert Data.later_of({"range": [0, 4095], "clip": True}) == usual | {"range": (0.0, 4095.0), "clip": True}
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import pickle
 import shlex
+import shutil
+import struct
 import sys
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +25,16 @@ from conftest import TRANSFORMER
 from unfog.cli.main import main
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
+from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_objects import Storing
 from unfog.data.sources.registry import open_source
 from unfog.data.sources.stored_images import StoredImages
 from unfog.errors import RequestError
 from unfog.values.dimensions import layout_of
 
+google_crc32c = pytest.importorskip("google_crc32c")
 h5py = pytest.importorskip("h5py")
+numcodecs = pytest.importorskip("numcodecs")
 zarr = pytest.importorskip("zarr")
 xarray = pytest.importorskip("xarray")
 
@@ -256,6 +266,105 @@ def test_a_chunk_that_is_a_link_costs_its_images(tmp_path: Path) -> None:
     chunk.symlink_to(tmp_path / "secret")
     found = prepare(open_source(tmp_path / "a.zarr"), Data(cache="memory"))
     assert [one.name for one in found.report.skipped] == ["00000002", "00000003"]
+
+
+def test_a_store_in_a_zip_archive_is_read_in_place(tmp_path: Path) -> None:
+    group = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=3)
+    group.create_array("x", data=FIELDS, chunks=(1, 12, 16, 4), shards=(4, 12, 16, 4))
+    group.create_array("y", data=FIELDS[..., 0], chunks=(2, 12, 16))
+    shutil.make_archive(str(tmp_path / "a.zarr"), "zip", tmp_path / "a.zarr")
+    shutil.make_archive(str(tmp_path / "inside.zarr"), "zip", tmp_path, "a.zarr")  # all in one folder
+    with zipfile.ZipFile(tmp_path / "b.zarr.zip", "w") as archive:  # as zarr writes it
+        for path in sorted((tmp_path / "a.zarr").rglob("*")):
+            archive.write(path, path.relative_to(tmp_path / "a.zarr"))
+    for name in ("a", "b", "inside"):
+        source = open_source(f"{tmp_path}/{name}.zarr.zip:x")
+        assert is_fields(source), name
+        assert is_fields(open_source(source.resolved))
+        with pytest.raises(RequestError, match=r"x \(24x12x16x4 float32\), y .*name one"):
+            open_source(tmp_path / f"{name}.zarr.zip")
+    assert source.stamp() == open_source(source.resolved).stamp()
+    whole = (tmp_path / "b.zarr.zip").read_bytes()
+    (tmp_path / "cut.zarr.zip").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(RequestError, match="not a complete zip archive"):
+        open_source(tmp_path / "cut.zarr.zip")
+    with zipfile.ZipFile(tmp_path / "b.zarr.zip") as archive:
+        member = archive.getinfo("y/c/3/0/0")
+        at = member.header_offset + 30 + len(member.filename) + member.compress_size - 4
+    (tmp_path / "bad.zarr.zip").write_bytes(whole[:at] + bytes(4) + whole[at + 4 :])
+    found = prepare(open_source(f"{tmp_path}/bad.zarr.zip:y"), Data(cache="memory"))
+    assert [one.name for one in found.report.skipped] == ["00000006", "00000007"]
+    with pytest.raises(RequestError, match="no array z; it has"):
+        open_source(f"{tmp_path}/b.zarr.zip:z")
+
+
+def test_a_chunk_of_hdf5_that_unpacks_to_too_much_costs_its_images(tmp_path: Path) -> None:
+    packed = zlib.compress(bytes(2**27), 1)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        made = file.create_dataset("x", data=FIELDS, chunks=(2, 12, 16, 4), compression="gzip", shuffle=True)
+        for first, content in ((2, packed), (8, bytes(2**22))):
+            made.id.write_direct_chunk((first, 0, 0, 0), content)
+        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        properties.set_chunk((1, 12, 16, 4))
+        properties.set_deflate(9)
+        properties.set_deflate(9)
+        h5py.h5d.create(file.id, b"y", h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple(FIELDS.shape), properties)
+    source = open_source(f"{tmp_path}/a.h5:x")
+    for i in (2, 8, 2):
+        with pytest.raises(ImageError, match="unpacks to over"):
+            source.read(i)
+    assert np.array_equal(source.read(5), FIELDS[5])
+    with pytest.raises(RequestError, match="gzip 2 times"):
+        open_source(f"{tmp_path}/a.h5:y")
+    noise = RNG.integers(0, 2**32, (2, 2**19), np.uint32)
+    with h5py.File(tmp_path / "b.h5", "w") as file:  # large chunks are looked at once, and read
+        file.create_dataset("x", data=noise.reshape(2, 512, 1024), chunks=(1, 512, 1024), compression="gzip")
+    source = open_source(tmp_path / "b.h5", axes="NHWC")
+    assert all(np.array_equal(source.read(i)[..., 0].ravel(), noise[i]) for i in (0, 1, 0))
+
+
+BOMB = bytes(2**26)
+BOMBS = {
+    "gzip": gzip.compress(BOMB),
+    "zlib": zlib.compress(BOMB),
+    "bz2": bz2.compress(BOMB),
+    "lzma": lzma.compress(BOMB, preset=0),
+    "blosc": bytes([2, 1, 0x21, 4]) + struct.pack("<3I", 2**31 - 1, 2**20, 40) + bytes(24),
+    "lz4": struct.pack("<i", 2**31 - 1) + bytes(20),
+    "zstd": numcodecs.Zstd().encode(BOMB),
+    # Blocks of one byte repeated, in a frame that does not say what it unpacks to.
+    "zstd without a size": b"\x28\xb5\x2f\xfd\x00\x58" + bytes([2, 0, 16, 0]) * 999 + bytes([3, 0, 16, 0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::zarr.errors.ZarrUserWarning")
+@pytest.mark.parametrize("version", ["2", "2 filter", "3", "3 shards"])
+@pytest.mark.parametrize("codec", BOMBS)
+def test_a_chunk_that_unpacks_to_too_much_costs_its_images(tmp_path: Path, codec: str, version: str) -> None:
+    name, place = codec.split()[0], tmp_path / "a.zarr"
+    arguments: dict[str, Any] = {"data": FIELDS, "chunks": (2, 12, 16, 4), "zarr_format": int(version[0])}
+    match version:
+        case "2":
+            arguments["compressors"] = numcodecs.get_codec({"id": name})
+        case "2 filter":
+            arguments |= {"filters": [numcodecs.get_codec({"id": name})], "compressors": None}
+        case _:
+            usual = {"gzip": zarr.codecs.GzipCodec, "blosc": zarr.codecs.BloscCodec, "zstd": zarr.codecs.ZstdCodec}
+            others = {"zlib": "Zlib", "bz2": "BZ2", "lzma": "LZMA", "lz4": "LZ4"}
+            made = usual[name] if name in usual else getattr(zarr.codecs.numcodecs, others[name])
+            arguments |= {"compressors": made(), "shards": (4, 12, 16, 4) if "shards" in version else None}
+    zarr.create_array(place, **arguments)
+    assert is_fields(open_source(place))
+    if "shards" in version:
+        index = struct.pack("<4Q", 0, len(BOMBS[codec]), 2**64 - 1, 2**64 - 1)
+        checksum = struct.pack("<I", google_crc32c.value(index))
+        (place / "c/1/0/0/0").write_bytes(BOMBS[codec] + index + checksum)
+    else:
+        (place / ("1.0.0.0" if version[0] == "2" else "c/1/0/0/0")).write_bytes(BOMBS[codec])
+    first = 4 if "shards" in version else 2
+    with pytest.raises(ImageError, match="unpacks to over"):
+        open_source(place).read(first)
+    assert np.array_equal(open_source(place).read(first - 1), FIELDS[first - 1])
 
 
 class Planted:

@@ -472,3 +472,19 @@ def test_the_file_of_the_first_image_is_closed(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(source, "read", lambda i: looked_at.append(read(i)) or looked_at[-1])
     assert choose_kept(source, Data()) is None
     assert [image.fp for image in looked_at] == [None]
+
+
+@pytest.mark.parametrize("suffix", [".png", ".npy"])
+def test_images_of_another_depth_are_named_where_values_are_kept(tmp_path: Path, suffix: str) -> None:
+    for i in range(4):
+        values = np.random.default_rng(i).integers(0, 4096, (8, 8)).astype(np.uint16)
+        values = values if i else (values >> 4).astype(np.uint8)
+        if suffix == ".npy":
+            np.save(tmp_path / f"{i}.npy", values)
+        else:
+            Image.fromarray(values).save(tmp_path / f"{i}.png")
+    warnings = prepare(open_source(tmp_path), Data(dtype="float32")).warnings
+    assert f"1 of 8 bits, such as 0{suffix}" in "".join(warnings)
+    assert not prepare(open_source(tmp_path), Data(dtype="uint8")).warnings
+    (tmp_path / f"0{suffix}").unlink()
+    assert not prepare(open_source(tmp_path), Data(dtype="float32")).warnings

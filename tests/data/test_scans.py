@@ -21,6 +21,7 @@ from conftest import TRANSFORMER
 from test_docs import commands
 from unfog.cli.main import main
 from unfog.data.columns.conditions import with_conditions
+from unfog.data.packs.pack import Pack
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, Source
@@ -169,6 +170,62 @@ def test_volumes_are_turned_to_the_patient(tmp_path: Path) -> None:
     assert open_source(tmp_path / "c.nii", axes="NHWC").read(5).shape == (20, 24, 4)
 
 
+def test_volumes_are_cut_along_any_axis(tmp_path: Path) -> None:
+    turned = VOLUME.transpose(0, 2, 1)[:, ::-1]  # [z, x from right to left, y]
+    affine = np.array([[0, -2.0, 0, 0], [0, 0, 2, 0], [3, 0, 0, 0], [0, 0, 0, 1]])
+    nibabel.save(nibabel.Nifti1Image(turned, affine), tmp_path / "a.nii")
+    expected = {
+        "coronal": VOLUME.transpose(1, 0, 2)[:, ::-1],  # head at the top
+        "sagittal": VOLUME.transpose(2, 0, 1)[:, ::-1],
+        "0": turned,
+        "1": turned.transpose(1, 0, 2),
+        "2": turned.transpose(2, 0, 1),
+    }
+    for slices, values in expected.items():
+        assert np.array_equal(images(open_source(tmp_path / "a.nii", slices=slices))[..., 0], values), slices
+    together = images(open_source(tmp_path / "a.nii", slices="coronal+2"))
+    assert together.shape == (16, 6, 24, 5)
+    assert np.array_equal(together[3], expected["coronal"][3:8].transpose(1, 2, 0))
+    nibabel.save(nibabel.Nifti1Image(np.stack([turned, turned + 1], -1), affine), tmp_path / "b.nii")
+    both = open_source(tmp_path / "b.nii", axes="NHWC", slices="axial+1").read(0)
+    assert np.array_equal(both[..., 1::2], both[..., ::2] + 1)
+
+
+def test_cuts_that_are_none_are_refused(tmp_path: Path) -> None:
+    nibabel.save(nibabel.Nifti1Image(VOLUME.transpose(2, 1, 0), np.eye(4)), tmp_path / "a.nii")
+    nibabel.save(nibabel.Nifti1Image(VOLUME[0], np.eye(4)), tmp_path / "flat.nii")
+    for slices in ("oblique", "axial+", "axial+99", "3", "AXIAL", ""):
+        with pytest.raises(RequestError, match=r"axial\+1"):
+            Data(slices=slices)
+    for name, slices, reason in (("a", "axial+3", "6 slices, fewer than the 7"), ("flat", "coronal", "one slice")):
+        with pytest.raises(RequestError, match=reason):
+            open_source(tmp_path / f"{name}.nii", slices=slices)
+    with pytest.raises(RequestError, match="cuts NIfTI volumes"):
+        open_source(write_dicom(tmp_path / "a.dcm", VOLUME), slices="coronal")
+    pack = tmp_path / "pack"
+    command("pack", tmp_path / "a.nii", pack, "--data.slices", "coronal+1")
+    assert Pack.open(pack).settings["slices"] == "coronal+1"
+    for slices in ("axial", "coronal+1"):
+        assert prepare(open_source(pack, slices=slices), Data(slices=slices)).settings.slices == "coronal+1"
+    with pytest.raises(RequestError, match="pack the originals again"):
+        prepare(open_source(pack, slices="sagittal"), Data(slices="sagittal"))
+
+
+@pytest.mark.slow
+def test_samples_of_other_cuts_lie_in_their_plane(tmp_path: Path) -> None:
+    run, place = tmp_path / "run", make("nifti", tmp_path / "scans")
+    short = ["--steps", "2", "--batch", "4", "--device", "cpu", "--preview.every", "-1", "--evaluate.every", "-1"]
+    slices = ["--data.slices", "coronal+1"]
+    command("train", place, "--out", run, "--network", TRANSFORMER, "--size", "16x4", *slices, *short)
+    command("resume", run, "--steps", 3)
+    command("sample", run, "-n", 1, "--steps", 2, "--device", "cpu", "--out", tmp_path / "out")
+    volume = nibabel.load(tmp_path / "out" / "000000.nii.gz")
+    assert volume.shape == (16, 4, 3)  # columns, rows and three slices
+    assert nibabel.aff2axcodes(volume.affine) == ("R", "S", "A")
+    assert np.allclose(volume.affine @ [0, 0, 0, 1], [0.5, 0, 0.75, 1])  # of the corner, resized
+    assert volume.header.get_zooms() == (3, 4.5, 2)
+
+
 def test_blank_values_and_unsigned_integers_of_fits(tmp_path: Path) -> None:
     part = fits.PrimaryHDU(VOLUME)
     part.header["BLANK"] = int(VOLUME[0, 0, 0])
@@ -177,6 +234,25 @@ def test_blank_values_and_unsigned_integers_of_fits(tmp_path: Path) -> None:
     fits.HDUList([fits.PrimaryHDU(), fits.ImageHDU(PAGES[0, :, 0])]).writeto(tmp_path / "b.fits")
     assert np.array_equal(images(open_source(tmp_path / "b.fits"))[..., 0], PAGES[0, :, 0, ::-1])
     assert open_source(tmp_path / "b.fits", axes="NCHW").read(0).shape == (16, 20, 6)
+
+
+def test_fits_that_is_compressed_is_read(tmp_path: Path) -> None:
+    for i in range(3):
+        fits.HDUList([fits.PrimaryHDU(), fits.ImageHDU(VOLUME + i)]).writeto(tmp_path / f"{i}.fits")
+        packed = gzip.compress((tmp_path / f"{i}.fits").read_bytes())
+        (tmp_path / f"{i}.fits").unlink()
+        (tmp_path / f"{i}.fits.gz").write_bytes(packed)
+    source = open_source(tmp_path)
+    assert len(source.names) == 18
+    assert np.array_equal(images(source)[6:12, ..., 0], VOLUME[:, ::-1] + 1)
+    assert len(open_source(tmp_path / "0.fits.gz").names) == 6
+    (tmp_path / "0.fits.gz").write_bytes(packed[: len(packed) // 2])
+    cut = open_source(tmp_path)
+    assert len(cut.names) == 12
+    assert cut.unreadable[0].name == "0.fits.gz"
+    (tiles := tmp_path / "tiles").mkdir()
+    fits.HDUList([fits.PrimaryHDU(), fits.CompImageHDU(VOLUME)]).writeto(tiles / "a.fits.fz")
+    assert np.array_equal(images(open_source(tiles))[..., 0], VOLUME[:, ::-1])
 
 
 def test_folders_of_pictures_and_older_runs_stay_as_they_were(tmp_path: Path) -> None:
@@ -392,3 +468,54 @@ def test_the_commands_of_the_page_run(monkeypatch: pytest.MonkeyPatch, tmp_path:
             command("sample", place, *rest, "--steps", 1, "--device", "cpu")
     assert len(list(tmp_path.glob("runs/cells/pictures*/*.tif"))) == 32
     assert len(list(tmp_path.glob("runs/sky/pictures*/*.fits"))) == 16
+
+
+def test_tiles_of_fits_that_unpack_to_far_more_than_their_sides_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unfog.data.scans.fits._HARMLESS", 2**16)
+    zeros = fits.CompImageHDU(np.zeros((1024, 1024), np.int32), compression_type="GZIP_1", tile_shape=(1024, 1024))
+    zeros.writeto(tmp_path / "a.fits")
+    assert not open_source(tmp_path / "a.fits").read(0).any()
+    with fits.open(tmp_path / "a.fits", disable_image_compression=True) as file:
+        for name in ("ZNAXIS1", "ZNAXIS2", "ZTILE1", "ZTILE2"):
+            file[1].header[name] = 24
+        file.writeto(tmp_path / "b.fits")
+        packed = gzip.compress((tmp_path / "b.fits").read_bytes())
+    (tmp_path / "c.fits.gz").write_bytes(packed)
+    for name in ("b.fits", "c.fits.gz"):
+        with pytest.raises(RequestError, match="unpack to more"):
+            open_source(tmp_path / name)
+    with fits.open(tmp_path / "a.fits", disable_image_compression=True) as file:
+        file[1].header["ZTILE1"] = file[1].header["ZTILE2"] = 10**6
+        file.writeto(tmp_path / "d.fits")
+    with pytest.raises(RequestError, match="tiles of over"):
+        open_source(tmp_path / "d.fits")
+
+
+def test_files_of_another_depth_are_named(tmp_path: Path) -> None:
+    for i in range(3):
+        tifffile.imwrite(tmp_path / f"{i}.tif", PAGES[i, :, 0], photometric="minisblack")
+    assert not open_source(tmp_path).reading_warnings
+    tifffile.imwrite(tmp_path / "b.tif", (PAGES[0, :, 0] >> 4).astype(np.uint8), photometric="minisblack")
+    (line,) = open_source(tmp_path).reading_warnings
+    assert "16 bits and, among 4 that were looked at, 1 of 8 bits, such as b.tif" in line
+    (scans := tmp_path / "scans").mkdir()
+    for i, kind in enumerate((np.int16, np.float32)):  # files with slope and intercept have one scale
+        nibabel.save(nibabel.Nifti1Image(VOLUME.astype(kind), np.eye(4)), scans / f"{i}.nii")
+    assert not open_source(scans).reading_warnings
+
+
+def test_unknown_values_are_those_after_slope_and_intercept(tmp_path: Path) -> None:
+    values = VOLUME[:, :, :].clip(-1023, 3000).astype(np.int32)
+    values[:, 0] = -1024
+    write_dicom(tmp_path / "a.dcm", values, PixelPaddingValue=0)
+    source = open_source(tmp_path / "a.dcm")
+    assert "--data.unknown=-1024" in "".join(source.reading_warnings)
+    pixels = np.asarray(prepare(source, Data(unknown="-1024", held_out=0)).train.pixels)
+    assert np.array_equal(np.isnan(pixels[:, 0]), values == -1024)
+    part = fits.PrimaryHDU(VOLUME)
+    part.header["BLANK"] = int(VOLUME[0, 0, 0])
+    part.writeto(tmp_path / "a.fits")
+    pixels = np.asarray(prepare(open_source(tmp_path / "a.fits"), Data(unknown="nan", held_out=0)).train.pixels)
+    assert np.array_equal(np.isnan(pixels[:, 0]), VOLUME[:, ::-1] == VOLUME[0, 0, 0])

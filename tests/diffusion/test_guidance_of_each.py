@@ -14,8 +14,8 @@ from unfog.diffusion.noise import VE, LogNormal
 from unfog.diffusion.sampler import Sampler
 from unfog.values.condition_format import ConditionFormat
 from unfog.values.condition_kinds import ColumnFacts
+from unfog.values.condition_requests import passes
 from unfog.values.conditions import Conditions
-from unfog.values.guidance import passes
 
 NAN = float("nan")
 FORMAT = ConditionFormat(columns=tuple(ColumnFacts(name, "number", statistics=(0.0, 1.0, -3.0, 3.0)) for name in "abc"))

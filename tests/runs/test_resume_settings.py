@@ -288,6 +288,7 @@ REFUSED = (
         "data.aspect",
         "data.channels",
         "data.axes",
+        "data.slices",
         "data.dtype",
         "data.map",
         "data.map_values",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from unfog.diffusion.steps import SamplingStep
     from unfog.inference.run import PreparedSampling, Run
     from unfog.pipeline.denoising_pictures import DenoisingStrip
-    from unfog.values.condition_grid import CellNames
+    from unfog.values.condition_requests import CellNames
     from unfog.values.image_format import ImageFormat
 
 _MAX_IN_GRID = 1000  # samples; a grid of ten thousand takes more memory than generating them, and few programs open it
@@ -102,13 +102,16 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
 
     stored = stored.with_view(request.view) if request.view else stored
     format = stored.conditions
-    asked = format.with_label(format.read_words(request.given), request.label)
+    prompts = request.read_prompts()
+    asked = format.with_prompts(format.with_label(format.read_words(request.given), request.label), prompts)
     # Before the weights are read.
     format.parse(asked)
     if request.cells is not None:
         format.crossed(request.cells, asked)
-    if request.given_table is not None:
+    elif request.given_table is not None:
         read_given_table(request.given_table, format)
+    elif len(prompts) > request.n:
+        say(f"  the first {request.n:,} of {len(prompts):,} prompts are drawn; -n {len(prompts)} draws all of them")
     # Before the weights too: a file that cannot be read should not take a minute to be found.
     edit = build_edit(stored, request.image, request.mask, request.strength, request.repeats)
     steps = edit.steps(sampler.steps) if edit else sampler.steps
@@ -136,7 +139,7 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
         told = "Given" if format.columns else "Class"
         view = run.config.view if measurement or not run.config.image_format.is_picture else None
         # Draws of a posterior are read back for their mean.
-        values = None if measurement or view is None else sample_format(run.config.source)
+        values = None if measurement or view is None else sample_format(run.config.source, run.config.data.slices)
         names = format.names(prepared.generation.given, count)
         folder = SampleFolder(out, digest, count, names, prepared.caption, told, view, values, prepared.files)
         for part in parts:

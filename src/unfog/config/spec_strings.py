@@ -33,8 +33,7 @@ from unfog.models.settings import ARCHITECTURES, FOREIGN_NETWORKS, SIZES
 from unfog.settings import AUTO
 from unfog.text import is_address, suggest, without_secrets
 from unfog.training.settings import EMA_SCHEDULES, OPTIMIZERS
-from unfog.values.condition_grid import ConditionGrid, parse_grid
-from unfog.values.guidance import GuidanceScale, parse_weights
+from unfog.values.condition_requests import ConditionGrid, GuidanceScale, parse_grid, parse_weights
 from unfog.values.image_format import Size, parse_size
 
 SampleGrid = Grid | ConditionGrid

@@ -34,8 +34,7 @@ from unfog.diffusion.noise import Grid
 from unfog.errors import RequestError
 from unfog.settings import AUTO, NO_AUTO, rules_of
 from unfog.text import not_utf8, sanitize, suggest
-from unfog.values.condition_grid import ConditionGrid, parse_grid
-from unfog.values.guidance import GuidanceScale, parse_weights
+from unfog.values.condition_requests import ConditionGrid, GuidanceScale, parse_grid, parse_weights
 from unfog.values.image_format import Size, parse_size
 
 T = TypeVar("T")

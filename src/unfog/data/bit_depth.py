@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, NamedTuple, Self
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unfog.errors import RequestError
+from unfog.text import sanitize
 from unfog.values.axes import USUAL
 from unfog.values.image_format import to_pillow
 
@@ -290,3 +291,22 @@ def has_deep_colours(image: Image.Image | DeepImage) -> bool:
     """Return True if an image has colours or transparency of 16 bits, of which Pillow reads the upper 8."""
     deep = _SIXTEEN_BITS.search(str(getattr(image, "tile", "")))
     return isinstance(image, Image.Image) and deep is not None and image.mode[0] not in "IF"
+
+
+def describe_depths(name: str, found: Mapping[str, Sequence[str]]) -> str:
+    """Return a line on depth -> names of images or files, in which different depths are mixed; "" for one depth."""
+    if len(found) < 2:
+        return ""
+    most, *others = sorted(found, key=lambda depth: -len(found[depth]))
+    listed = "; ".join(f"{len(found[one]):,} of {one}, such as {sanitize(found[one][0])}" for one in others)
+    return (
+        f"{sanitize(name)} has {most} and, among {sum(map(len, found.values())):,} that were looked at, {listed}: "
+        "values are kept as they are, each depth on its own scale; leave the others out, or store all in one type"
+    )
+
+
+def depth_of(dtype: np.dtype[Any]) -> str:
+    """Return the depth of values as words: images of one depth have one scale."""
+    if dtype.kind == "f":
+        return "floating point"
+    return f"{8 * dtype.itemsize} bits" if dtype.kind in "ub" else "signed integers"

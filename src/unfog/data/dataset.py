@@ -199,9 +199,12 @@ class ImageSet:
         """Return the labels at these rows [B]; None without classes. Raises as `columns_of`."""
         return labels_of(self.columns_of(rows))
 
-    def conditions_of(self, rows: NDArray[np.int64]) -> Conditions:
-        """Return the conditions of the images at these rows, on the CPU. Raises as `columns_of`."""
-        return conditions_of(self.columns_of(rows).values())
+    def conditions_of(self, rows: NDArray[np.int64], turn: NDArray[np.int64] | None = None) -> Conditions:
+        """Return the conditions of the images at these rows, on the CPU. Raises as `columns_of`.
+
+        `turn` is that of `condition_format.conditions_of`.
+        """
+        return conditions_of(self.columns_of(rows).values(), turn)
 
     def subset(self, rows: slice, fingerprint: str = "") -> ImageSet:
         """Return some of the images, sharing the memory of this set."""

@@ -20,7 +20,7 @@ from unfog.data.columns.conditions import with_conditions
 from unfog.data.data_report import DataReport, SkippedFile
 from unfog.data.decode import Opener, parse_colour, upright_sides
 from unfog.data.decode_pool import DecodeStatistics, PixelFormat, Progress, decode_with_retries
-from unfog.data.full_depth.choice import Kept, choose_kept, keep_array
+from unfog.data.full_depth.choice import Kept, choose_kept, keep_array, mixed_depths_line
 from unfog.data.full_depth.ranges import check_range, find_ranges, spread
 from unfog.data.settings import Data, parse_condition
 from unfog.data.sources.base import ImageError, MissingImageError, Source, TransientImageError
@@ -85,7 +85,7 @@ class Scan:
         """
         settings = source.fill_settings(settings)
         warnings = list(source.reading_warnings)
-        source = with_conditions(source, settings.condition, warnings.append)
+        source = with_conditions(source, settings.condition, warnings.append, partial(_training_rows, source, settings))
         conditions = parse_condition(settings.condition)[1]
         source = apply_label_table(source, settings.labels, warnings.append, conditions)
         if source.second_names:
@@ -140,7 +140,9 @@ class Scan:
         settings = replace(self.settings, dtype=kept.dtype, channels=kept.channels)
         if kept.dtype == "uint16" and not settings.range:
             settings = replace(settings, range=find_ranges(self.source, filler=settings.filler).setting[:2])
-        found = replace(self, size=self.size or _choose_size(self.source), channels=kept.channels, settings=settings)
+        warnings = (*self.warnings, *filter(None, [mixed_depths_line(self.source)]))
+        size = self.size or _choose_size(self.source)
+        found = replace(self, size=size, channels=kept.channels, settings=settings, warnings=warnings)
         return replace(found, channels_certain=True, ranges=Ranges())
 
     def as_rgb(self) -> Scan:
@@ -197,22 +199,7 @@ class Scan:
         adding images leaves the others where they are. At most 1,000 are held out, those with the lowest hashes. Of
         several volumes, whole ones are: neighbouring slices are alike.
         """
-        source, fraction = self.source, self.settings.held_out
-        n = len(source.names)
-        if fraction == 0 or (source.held_out is None and n < MIN_TO_HOLD_OUT):
-            return np.arange(n), n
-        if (train := source.train_count(fraction)) is not None:
-            return np.arange(n), train
-        if source.held_out is not None:
-            held = np.fromiter((name in source.held_out for name in source.names), np.bool_, n)
-        elif source.groups is not None and MIN_GROUPS <= len(source.groups[0]) < n:
-            held = _held_groups(*source.groups, min(int(fraction * n), _MAX_HELD_OUT))
-        else:
-            # Partition finds the limit without sorting a hundred thousand numbers.
-            hashes = np.fromiter((_unit_hash(name) for name in _names_to_hash(source.names)), np.float64, n)
-            limit = np.partition(hashes, _MAX_HELD_OUT)[_MAX_HELD_OUT] if n > _MAX_HELD_OUT else 1.0
-            held = hashes < min(fraction, limit)
-        return np.concatenate([np.flatnonzero(~held), np.flatnonzero(held)]), n - int(held.sum())
+        return _split_held_out(self.source, self.settings)
 
     def held_out_indices(self) -> NDArray[np.int64]:
         """Return the sorted indices of the images held out where images are decoded as they are read."""
@@ -239,6 +226,30 @@ class Scan:
             ignored=dict(self.source.ignored),
             **outcome,
         )
+
+
+def _split_held_out(source: Source, settings: Data) -> tuple[NDArray[np.int64], int]:
+    """Return `Scan.split_held_out` of a source."""
+    fraction, n = settings.held_out, len(source.names)
+    if fraction == 0 or (source.held_out is None and n < MIN_TO_HOLD_OUT):
+        return np.arange(n), n
+    if (train := source.train_count(fraction)) is not None:
+        return np.arange(n), train
+    if source.held_out is not None:
+        held = np.fromiter((name in source.held_out for name in source.names), np.bool_, n)
+    elif source.groups is not None and MIN_GROUPS <= len(source.groups[0]) < n:
+        held = _held_groups(*source.groups, min(int(fraction * n), _MAX_HELD_OUT))
+    else:
+        # Partition finds the limit without sorting a hundred thousand numbers.
+        hashes = np.fromiter((_unit_hash(name) for name in _names_to_hash(source.names)), np.float64, n)
+        limit = np.partition(hashes, _MAX_HELD_OUT)[_MAX_HELD_OUT] if n > _MAX_HELD_OUT else 1.0
+        held = hashes < min(fraction, limit)
+    return np.concatenate([np.flatnonzero(~held), np.flatnonzero(held)]), n - int(held.sum())
+
+
+def _training_rows(source: Source, settings: Data) -> NDArray[np.int64]:
+    order, count = _split_held_out(source, settings)
+    return order[:count]
 
 
 def _held_groups(names: Sequence[str], groups: NDArray[np.int64], wanted: int) -> NDArray[np.bool_]:

@@ -24,6 +24,7 @@ from unfog.values.image_format import (
     StoredValues,
     parse_size,
 )
+from unfog.values.slices import AXIAL, Slices
 from unfog.values.unknown import NONE, filler_of, mask_from_text
 from unfog.values.value_maps import maps_of, parse_maps
 
@@ -37,6 +38,8 @@ KeptType = Literal["uint16", "float32", "float16"]
 LABELS = (AUTO, "folders", "none")
 # Values of `Data.labels`, and suffixes of the tables that it may name instead.
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
+TEXT_NAMES = ("text", "caption", "captions", "prompt")
+"""Names of columns whose cells are captions."""
 _TABLE = re.compile(r"(.*\.(?:csv|tsv|jsonl|ndjson|parquet))(?::(.+))?", re.IGNORECASE | re.DOTALL)
 
 
@@ -46,7 +49,14 @@ def _floats(values: Iterable[float]) -> tuple[float, ...]:
 
 # Settings of decoding that came after the first packs, and their types as read from JSON. Caches are named by them, and
 # packs hold them, only where they are set, so that those from before are found again.
-_LATER: dict[str, Callable[[Any], object]] = {"range": _floats, "clip": bool, "dtype": str, "axes": str, "unknown": str}
+_LATER: dict[str, Callable[[Any], object]] = {
+    "range": _floats,
+    "clip": bool,
+    "dtype": str,
+    "axes": str,
+    "unknown": str,
+    "slices": str,
+}
 # Settings that act in training, so that a pack does not depend on them.
 TRAINING_ONLY = (
     *(
@@ -99,6 +109,10 @@ class Data:
         AUTO, auto=AUTO, affects="objective", resume="fixed", added_later=True, see="docs/arrays.md"
     )
     """Order of the axes of an array of images: channels first, or channels last; auto = by their sizes."""
+    slices: str = setting(
+        AXIAL, affects="objective", resume="fixed", added_later=True, see="docs/microscopy-and-medical.md"
+    )
+    """Slices of NIfTI volumes: axial, coronal, sagittal, or axis 0, 1 or 2; axial+1: with a neighbour on each side."""
     map: str = setting(AUTO, auto=AUTO, affects="objective", resume="fixed", added_later=True, see="docs/arrays.md")
     """Map from stored values to the network's, for all channels or each: linear, minmax, percentile, standard, …"""
     map_values: tuple[float, ...] = setting((), affects="objective", resume="fixed", added_later=True, hidden=True)
@@ -172,6 +186,7 @@ class Data:
         if self.labels not in LABELS:
             table_and_columns(self.labels)
         parse_condition(self.condition)
+        Slices.of(self.slices)
         object.__setattr__(self, "size", parse_size(self.size))  # "64x64" is 64
         if not 0 <= self.channels <= MOST_CHANNELS:
             raise RequestError(

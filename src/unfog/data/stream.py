@@ -13,11 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unfog.data.dataset import ImageSet
+from unfog.data.dataset import ImageSet, take_with_rows
 from unfog.data.lazy import LazyPixels, PendingDecode
 from unfog.data.permutation import epoch_keys, permute
 from unfog.device.copies import to_device
 from unfog.errors import RequestError
+from unfog.values.condition_format import TEXT
 from unfog.values.conditions import Conditions
 
 _BLOCK = 16  # positions that are decoded as one piece of work
@@ -64,11 +65,17 @@ class ImageStream:
         """
         if self._prefetcher is not None:
             pixels, index = self._prefetcher.read(first, size)
-            conditions = self.images.conditions_of(index)
         else:
-            taken = self.images.take(self.index(first, size))
-            pixels, conditions, index = taken.pixels, taken.conditions, taken.rows
-        return Batch(first, torch.from_numpy(pixels), conditions, torch.from_numpy(index))
+            pixels, index = take_with_rows(self.images.pixels, self.index(first, size))
+        return Batch(first, torch.from_numpy(pixels), self.conditions(first, index), torch.from_numpy(index))
+
+    def conditions(self, first: int, index: NDArray[np.int64]) -> Conditions:
+        """Return the conditions of the images at positions from `first` on, which are rows `index` [B] of the set.
+
+        Of several captions an image has the next one at each epoch. Raises as `ImageSet.columns_of`.
+        """
+        epoch = np.arange(first, first + len(index), dtype=np.int64) // len(self.images)
+        return self.images.conditions_of(index, epoch + index)
 
     def prefetch_share(self, begin: int, count: int, batch: int, first: int = 0) -> None:
         """Prefetch only the share of a rank: `count` positions behind the `begin`th of every batch.
@@ -217,7 +224,9 @@ class DeviceStream:
         for first in range(0, len(images), rows):
             part = np.ascontiguousarray(images.pixels[first : first + rows])
             self._pixels[first : first + rows] = to_device(torch.from_numpy(part), device)
-        self._conditions = images.conditions_of(np.arange(len(images))).to(device)
+        # One of several captions is picked on the host, as which one depends on the position.
+        several = any(column.kind == TEXT and column.values.ndim > 2 for column in images.columns.values())
+        self._conditions = None if several else images.conditions_of(np.arange(len(images))).to(device)
         self._window: tuple[int, Tensor, Tensor] = (-1, torch.zeros(0), torch.zeros(0))
 
     def batch(self, first: int, size: int) -> Batch:
@@ -228,7 +237,12 @@ class DeviceStream:
             begin, here = first, torch.from_numpy(self._stream.index(first, max(size, _WINDOW)))
             self._window = begin, here, (there := to_device(here, self._device))
         rows = there[first - begin : first - begin + size]
-        return Batch(first, self._pixels[rows], self._conditions.rows(rows), here[first - begin : first - begin + size])
+        index = here[first - begin : first - begin + size]
+        if self._conditions is None:
+            conditions = self._stream.conditions(first, index.numpy()).to(self._device)
+        else:
+            conditions = self._conditions.rows(rows)
+        return Batch(first, self._pixels[rows], conditions, index)
 
     @staticmethod
     def fits(size: int, memory: int) -> bool:

@@ -222,12 +222,18 @@ def _normal_interval(value: float, error: float, note: str = "") -> _Estimate:
 
 
 def _proportion(hits: Tensor) -> _Estimate:
-    """Share of images [N] that hit, with Wilson's interval, which holds at 0 and 1 as well."""
-    n, p, z = len(hits), float(hits.double().mean()), Z
+    """Share of images [N] that hit, with Wilson's interval."""
+    n, p = len(hits), float(hits.double().mean())
+    return _Estimate(p, *wilson_interval(p, n), math.sqrt(p * (1 - p) / n))
+
+
+def wilson_interval(share: float, n: int) -> tuple[float, float]:
+    """Return Wilson's 95% interval of a share of n images, which holds at 0 and 1 as well."""
+    p, z = share, Z
     middle = (p + z**2 / (2 * n)) / (1 + z**2 / n)
     reach = z / (1 + z**2 / n) * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
     # Rounding puts the ends past 0 and 1 by 1e-18.
-    return _Estimate(p, max(middle - reach, 0.0), min(middle + reach, 1.0), math.sqrt(p * (1 - p) / n))
+    return max(middle - reach, 0.0), min(middle + reach, 1.0)
 
 
 def _count_in_balls(centres: Tensor, queries: Tensor, neighbours: Sequence[int]) -> dict[int, _BallCounts]:

@@ -7,6 +7,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from unfog.export.given_values import read
 from unfog.export.values_torch import to_model, to_stored
 
 
@@ -15,23 +16,26 @@ class Denoiser(nn.Module):
 
     Images are float [B, C, H, W] with values of about -1 to 1, see `to_model`; `shape` is (C, H, W). Levels `sigma` are
     a number or a tensor [B], from 0 to `sigma_max`. One below `sigma_min`, the least that was trained, counts as
-    `sigma_min`. `label` is int64 [B] in 0 to len(classes) - 1; None, or len(classes), stands for no class. Other
-    shapes, levels and labels raise ValueError. The network computes in float32, that of its weights.
+    `sigma_min`. `label` is int64 [B] in 0 to len(classes) - 1; None, or len(classes), stands for no class. `given` has
+    values of other conditions by name, such as {"age": 60, "stain": ["HE", "PAS"]}, see `read` and `conditions`; those
+    that are left out stay open. Other shapes, levels, labels and values raise ValueError. Where no image has known
+    values D is 0. The network computes in float32, that of its weights.
     """
 
     def __init__(self, network, model, levels):
         super().__init__()
         self.network, self.model = network, model
-        self.shape, self.classes = tuple(model["input"]), model["classes"]
+        self.shape, self.classes, self.conditions = tuple(model["input"]), model["classes"], model["conditions"]
         self.sigma_min, self.sigma_max = model["sigma"]
         self.register_buffer("levels", levels)  # log SNR of each timestep, if the network receives timesteps
 
-    def forward(self, x, sigma, label=None):
+    def forward(self, x, sigma, label=None, given=None):
         if x.ndim != 4 or x.shape[1] != self.shape[0]:
             raise ValueError(f"x has the shape {list(x.shape)}; give [B, {', '.join(map(str, self.shape))}]")
         if label is not None and not self.classes:
             raise ValueError("this denoiser has no classes; give no label")
-        told = () if not self.classes else (self._label(x, label),)
+        told = [self._label(x, label)] if self.classes else []
+        told += [torch.tensor(each, device=x.device) for each in read(self.conditions, given, len(x))]
         logsnr = -2 * self._level(x, sigma).log()
         alpha, noise = (part[:, None, None, None] for part in self._path(logsnr))
         objective, x_t = self.model["objective"], alpha * x
@@ -39,13 +43,16 @@ class Denoiser(nn.Module):
         c_in = (noise.square() + (deviation * alpha).square()).rsqrt() if objective["scale_input"] else 1
         typed = (c_in * x_t).to(next(self.network.parameters()).dtype)
         y = self.network(typed, self._c_noise(logsnr), *told)[:, : x.shape[1]]
+        known = self.network.known if self.model["mask"] else None
+        y = y if known is None else y.where(known, 0.0)
         a, b = self._target(alpha, noise, deviation)
-        return (b * x_t - noise * y) / (alpha * b - noise * a)
+        x0 = (b * x_t - noise * y) / (alpha * b - noise * a)
+        return x0 if known is None else x0.where(known, 0.0)
 
-    def score(self, x, sigma, label=None):
+    def score(self, x, sigma, label=None, given=None):
         """Return the gradient of log p(x; sigma), (D(x, sigma) - x) / sigma^2, for `sigma` from `sigma_min` on."""
         variance = self._level(x, sigma).square()[:, None, None, None]
-        return (self(x, sigma, label) - x) / variance
+        return (self(x, sigma, label, given) - x) / variance
 
     def to_model(self, stored):
         """Map stored values [..., C, H, W], such as 0 to 255, to float values of about -1 to 1."""
@@ -124,15 +131,14 @@ def load(path):
             raise ValueError(f"{path} is not the file denoiser.safetensors of an export with --format denoiser")
         model = json.loads(described)
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    shape = model["input"][0], len(model["classes"]), model["out_channels"]
-    network = build(model["network"]["settings"], *shape, model["wrap"])  # noqa: F821 (above in the file)
+    network = build(model)  # noqa: F821 (above in the file)
     levels = weights.pop("levels")
     network.load_state_dict(weights)
     return Denoiser(network, model, levels).eval().requires_grad_(False)
 
 
 def for_deepinv(denoiser):
-    """Return the denoiser for deepinv: images from 0 to 1, `sigma` on that scale, `label=` as an argument.
+    """Return the denoiser for deepinv: images from 0 to 1, `sigma` on that scale, `label=` and `given=` as arguments.
 
     A sigma above the trained range counts as its end, as solvers begin at levels of their own.
     """
@@ -143,15 +149,15 @@ def for_deepinv(denoiser):
             super().__init__()
             self.denoiser = denoiser
 
-        def forward(self, x, sigma, label=None, **kwargs):
+        def forward(self, x, sigma, label=None, given=None, **kwargs):
             sigma = (2 * torch.as_tensor(sigma, device=x.device)).clamp(max=denoiser.sigma_max)
-            return (self.denoiser(2 * x - 1, sigma, label) + 1) / 2
+            return (self.denoiser(2 * x - 1, sigma, label, given) + 1) / 2
 
     return UnitRange()
 
 
 def for_azula(denoiser, schedule=None):
-    """Return the denoiser for azula: x_t = alpha_t x0 + sigma_t noise of any schedule, `label=` as an argument.
+    """Return the denoiser for azula: x_t = alpha_t x0 + sigma_t noise of any schedule, with `label=`, `given=`.
 
     The usual schedule has alpha_t = 1, and sigma_t in the trained range, 80 at most.
     """
@@ -165,9 +171,9 @@ def for_azula(denoiser, schedule=None):
             self.denoiser = denoiser
             self.schedule = schedule or VESchedule(max(denoiser.sigma_min, 1e-3), min(denoiser.sigma_max, 80.0))
 
-        def forward(self, x_t, t, label=None, **kwargs):
+        def forward(self, x_t, t, label=None, given=None, **kwargs):
             alpha, sigma = self.schedule(t)
             x = x_t / alpha.reshape(-1, *[1] * (x_t.ndim - 1))
-            return DiracPosterior(mean=self.denoiser(x, sigma / alpha, label))
+            return DiracPosterior(mean=self.denoiser(x, sigma / alpha, label, given))
 
     return AnySchedule()

@@ -1,10 +1,4 @@
-"""A pipeline that draws the samples of an Unfog run, in plain torch and diffusers; it needs no other package.
-
-    pipe = DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True)
-    images = pipe(batch_size=4, num_inference_steps=20).images
-
-The scheduler gets the clean image that the network predicts, after guidance and clipping (prediction_type "sample").
-"""
+"""The pipeline in an export to diffusers."""
 
 import inspect
 import math
@@ -14,9 +8,15 @@ import torch
 from diffusers import DiffusionPipeline, ImagePipelineOutput
 from diffusers.utils.torch_utils import randn_tensor
 
+from unfog.export.given_values import read
+
 
 class UnfogPipeline(DiffusionPipeline):
-    """Samples with or without classes, guidance and latents; `config.objective` says what the network predicts."""
+    """Samples with or without classes and other conditions, guidance and latents.
+
+    `config.objective` says what the network predicts. The scheduler gets the clean image that follows from that, after
+    guidance and clipping (prediction_type "sample").
+    """
 
     _optional_components = ["vae"]  # noqa: RUF012 - diffusers reads it so
 
@@ -36,8 +36,10 @@ class UnfogPipeline(DiffusionPipeline):
         guidance_scale=None,
         output_type="pil",
         return_dict=True,
+        given=None,
+        **conditions,
     ):
-        """Generate images.
+        """Generate images, such as `pipe(batch_size=4, age=60, stain="HE")`.
 
         Args:
             class_labels: numbers of classes, of which `config.objective["classes"]` has the names; None: all in turn.
@@ -46,11 +48,14 @@ class UnfogPipeline(DiffusionPipeline):
             num_inference_steps: None is the number that the run was exported with.
             guidance_scale: None is the run's; 1 turns guidance off.
             output_type: "pil", "np" (float [B, H, W, C] from 0 to 1) or "pt" ([B, C, H, W]).
+            given: values of conditions by name, of which `config.objective["conditions"]` has kinds, categories and
+                statistics. Images cycle through a list. None and an omitted condition leave it open.
+            conditions: the same as arguments of their own.
         """
         objective, device = self.config.objective, self._execution_device
         channels, size = self.unet.config.in_channels, self.unet.config.sample_size
         height, width = (size, size) if isinstance(size, int) else size
-        labels = self._labels(class_labels, batch_size, device)
+        labels, columns = self._labels(class_labels, batch_size, device), self._columns(given, conditions, batch_size)
         guidance = objective["guidance"] if guidance_scale is None else guidance_scale
         if latents is None:
             latents = randn_tensor((batch_size, channels, height, width), generator, device, self.unet.dtype)
@@ -59,7 +64,7 @@ class UnfogPipeline(DiffusionPipeline):
         for index, timestep in enumerate(self.progress_bar(self.scheduler.timesteps)):
             alpha, sigma, c_noise = self._level(index, timestep)
             x = sigma * latents.to(device) if x is None else x
-            x0 = self._guided(x, (alpha, sigma, c_noise), labels, guidance)
+            x0 = self._guided(x, (alpha, sigma, c_noise), (labels, columns), guidance)
             noise = {"generator": generator} if objective["random"] else {}
             x = self.scheduler.step(x0, timestep, x, **noise).prev_sample
         images = (self._decoded(x) / 2 + 0.5).clamp(0, 1)
@@ -89,6 +94,14 @@ class UnfogPipeline(DiffusionPipeline):
             raise ValueError(f"class_labels = {list(given)} must be from 0 to {len(classes) - 1}: {', '.join(classes)}")
         return torch.tensor([given[i % len(given)] for i in range(batch_size)], device=device)
 
+    def _columns(self, given, named, batch_size):
+        """Return a tensor for each condition besides the class."""
+        if both := [name for name in named if name in (given or {})]:
+            raise ValueError(f"{both[0]} is in given, and an argument of its own; leave one of them out")
+        described = self.config.objective["conditions"]
+        values = read(described, {**(given or {}), **named}, batch_size)
+        return [torch.tensor(each, device=self._execution_device) for each in values]
+
     def _level(self, index, timestep):
         """Return alpha, sigma and the noise condition of the network at a step: x_t = alpha x0 + sigma noise."""
         scheduler, condition = self.scheduler, self.config.objective["condition"]
@@ -113,23 +126,26 @@ class UnfogPipeline(DiffusionPipeline):
                 c_noise = noisiness / 4
         return alpha, sigma, c_noise * condition["scale"]
 
-    def _guided(self, x, level, labels, guidance):
-        """Return the clean image, moved away from the estimate without a class."""
-        objective, (alpha, sigma, _) = self.config.objective, level
-        x0, (low, high) = self._clean(x, *level, labels), objective["guidance_interval"]
-        if guidance != 1 and labels is not None and low <= sigma / (alpha + sigma) <= high:
-            weaker = self._clean(x, *level, torch.full_like(labels, objective["null_label"]))
+    def _guided(self, x, level, told, guidance):
+        """Return the clean image, moved away from the estimate without conditions."""
+        objective, (alpha, sigma, _), (labels, columns) = self.config.objective, level, told
+        x0, (low, high) = self._clean(x, *level, *told), objective["guidance_interval"]
+        if guidance != 1 and (labels is not None or columns) and low <= sigma / (alpha + sigma) <= high:
+            hidden = None if labels is None else torch.full_like(labels, objective["null_label"])
+            unknown = [torch.full_like(one, math.nan if one.is_floating_point() else -1) for one in columns]
+            weaker = self._clean(x, *level, hidden, unknown)
             x0 = weaker + guidance * (x0 - weaker)
         return x0.clamp(-1, 1) if objective["clip"] else x0
 
-    def _clean(self, x, alpha, sigma, c_noise, labels):
+    def _clean(self, x, alpha, sigma, c_noise, labels, columns):
         """Return the network's estimate of the clean image, E[x0 | x_t]."""
         objective = self.config.objective
         deviation = objective["sigma_data"]
         norm = math.sqrt(sigma**2 + (deviation * alpha) ** 2)
         inputs = x / norm if objective["scale_input"] else x
         condition = torch.full((len(x),), c_noise, dtype=torch.float32, device=x.device)
-        y = self.unet(inputs, condition, class_labels=labels).sample[:, : x.shape[1]]
+        told = {"columns": columns} if columns else {}
+        y = self.unet(inputs, condition, class_labels=labels, **told).sample[:, : x.shape[1]]
         # The network predicts y = a x0 + b noise.
         a, b = {
             "eps": (0.0, 1.0),

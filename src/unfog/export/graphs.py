@@ -8,7 +8,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from inspect import Parameter, signature
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from unfog.errors import RequestError
 from unfog.files.safe_files import new_file, regular_file, write_atomic
 
 _Graph = Callable[..., Tensor]
+_Shape = dict[int, Any]
 
 
 class Decoder(nn.Module):
@@ -60,7 +63,7 @@ def write_graph(network: nn.Module, inputs: dict[str, Tensor], output: str, path
     batch = torch.export.Dim("batch")
     with _quiet():
         try:
-            shapes = tuple({0: batch} for _ in inputs)
+            shapes = _by_parameter(network, [{0: batch} for _ in inputs])
             program = torch.export.export(network, tuple(inputs.values()), dynamic_shapes=shapes, strict=False)
         except Exception as error:  # a network may be anybody's code, and the tracer raises many kinds
             # The tracer prints pages, of which the first lines say what it cannot trace.
@@ -75,12 +78,33 @@ def write_graph(network: nn.Module, inputs: dict[str, Tensor], output: str, path
             return graph
         made = torch.onnx.export(program, dynamo=True, input_names=list(inputs), output_names=[output], verbose=False)
         assert made is not None
+        _rename_others(made.model.graph, frozenset(inputs))
         try:
             made.save(str(new_file(path, path.parent)))
         except OSError as error:  # which names no file
             size = sum(tensor.nbytes for tensor in network.state_dict().values()) / 1e6
             raise OSError(error.errno, f"{error.strerror}: its weights take {size:,.1f} MB", str(path)) from error
     return _load_onnx(path, list(inputs))
+
+
+def _by_parameter(network: nn.Module, each: list[_Shape]) -> tuple[_Shape | tuple[_Shape, ...], ...]:
+    """Return the shapes of the inputs by the parameters of `forward`, of which the last may take several, *inputs."""
+    parameters = [*signature(network.forward).parameters.values()]
+    if parameters[-1].kind is not Parameter.VAR_POSITIONAL:
+        return tuple(each)
+    first = len(parameters) - 1
+    return tuple(each) if len(each) == first else (*each[:first], tuple(each[first:]))
+
+
+def _rename_others(graph: Any, names: frozenset[str]) -> None:
+    """Rename what has the name of an input in a graph of ONNX, as the exporter does not look at others."""
+    others = [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+    taken = {value.name for value in others} | names
+    for value in others:
+        if value.name in names:
+            while value.name in taken:
+                value.name += "_"
+            taken.add(value.name)
 
 
 def _load_onnx(path: Path, names: Sequence[str]) -> _Graph:

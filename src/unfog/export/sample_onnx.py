@@ -15,20 +15,26 @@ def load(folder):
     return model, {path.stem: onnxruntime.InferenceSession(str(path)) for path in Path(folder).glob("*.onnx")}
 
 
-def sample(model, sessions, noise, label=None):  # noise: float32 [B, C, H, W]; label: int64 [B] if there are classes
+def sample(model, sessions, noise, label=None, columns=()):  # label: int64 [B]; columns: by given.py
     kind, guidance, (low, high) = model["sampler"]["kind"], model["guidance"], model["guidance_interval"]
     assert kind in ("ddim", "dpmpp", "heun"), f"this loop has no {kind}; export with --sampler dpmpp"
 
-    def predict(x, level, label):
+    told = {} if label is None else {"label": label}
+    for one, values in zip(model["conditions"], columns):
+        told[one["input"]] = np.array(values, np.int64 if one["kind"] == "category" else np.float32)
+    hidden = {name: np.full_like(one, -1 if one.dtype == np.int64 else np.nan) for name, one in told.items()}
+    if label is not None:
+        hidden["label"] = np.full_like(label, model["null_label"])
+
+    def predict(x, level, conditions):
         inputs = {"x": level["c_in"] * x, "c_noise": np.full(len(x), level["c_noise"], np.float32)}
-        y = sessions["model"].run(None, inputs if label is None else inputs | {"label": label})[0]
+        y = sessions["model"].run(None, inputs | conditions)[0]
         return level["c_skip"] * x + level["c_out"] * y[:, : x.shape[1]]
 
     def guided(x, level):
-        x0 = predict(x, level, label)
+        x0 = predict(x, level, told)
         if guidance != 1 and low <= level["sigma"] / (level["alpha"] + level["sigma"]) <= high:
-            without = predict(x, level, np.full_like(label, model["null_label"]))
-            x0 = without + guidance * (x0 - without)
+            x0 = guidance * x0 + (1 - guidance) * predict(x, level, hidden)
         return x0.clip(-1, 1) if model["sampler"]["clip"] else x0
 
     levels, x, before = model["levels"], model["levels"][0]["sigma"] * noise, None

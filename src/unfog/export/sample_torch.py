@@ -14,25 +14,28 @@ def load(folder):
     model = json.loads((Path(folder) / "model.json").read_text())
     if (Path(folder) / "model.pt2").exists():
         return model, torch.export.load(f"{folder}/model.pt2").module()
-    build = runpy.run_path(f"{folder}/network.py")["build"]
-    shape = model["input"][0], len(model["classes"]), model["out_channels"]
-    network = build(model["network"]["settings"], *shape, model["wrap"])
+    network = runpy.run_path(f"{folder}/network.py")["build"](model)
     network.load_state_dict(load_file(f"{folder}/model.safetensors"))
     return model, network.eval()
 
 
 @torch.inference_mode()
-def sample(model, network, noise, label=None):  # label: int64 [B] if the model has classes
-    def predict(*labels):
-        y = network(now["c_in"] * x, torch.full((len(x),), now["c_noise"]), *labels)[:, : x.shape[1]]
+def sample(model, network, noise, label=None, columns=()):  # label: int64 [B]; columns: by given.py
+    def predict(conditions):
+        y = network(now["c_in"] * x, torch.full((len(x),), now["c_noise"]), *conditions)[:, : x.shape[1]]
         return now["c_skip"] * x + now["c_out"] * y
+
+    told = [*([] if label is None else [label]), *map(torch.tensor, columns)]
+    hidden = [torch.full_like(one, math.nan if one.is_floating_point() else -1) for one in told]
+    if label is not None:
+        hidden[0].fill_(model["null_label"])
 
     levels, x, before = model["levels"], model["levels"][0]["sigma"] * noise, None
     guidance, (low, high) = model["guidance"], model["guidance_interval"]
     for now, then in pairwise(levels):
-        x0 = predict() if label is None else predict(label)
+        x0 = predict(told)
         if guidance != 1 and low <= now["sigma"] / (now["alpha"] + now["sigma"]) <= high:
-            x0 = guidance * x0 + (1 - guidance) * predict(torch.full_like(label, model["null_label"]))
+            x0 = guidance * x0 + (1 - guidance) * predict(hidden)
         x0 = guess = x0.clamp(-1, 1) if model["sampler"]["clip"] else x0
         if before and before[0]["alpha"] and model["sampler"]["kind"] == "dpmpp" and then["sigma"]:  # else DDIM
             a, b, c = (math.log(level["alpha"] / level["sigma"]) for level in (before[0], now, then))

@@ -15,19 +15,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from unfog.values.condition_kinds import MOST_CATEGORIES
 from unfog.values.image_format import ImageFormat
 
 _HEAD = '''"""{title}
 
-Plain torch, written by Unfog: this file needs no package but {packages}. `build` makes the network.
+Plain torch, written by Unfog: this file needs no package but {packages}.{about}
 """
 
 from __future__ import annotations
 
 {imports}
-
-RequestError = ValueError
 '''
+_ERROR = "\n\nRequestError = ValueError\n"
 # torch's own norm gives the same numbers; that of `models.group_norm` is for the speed of training on CUDA.
 _GROUP_NORM = '''
 
@@ -45,10 +45,35 @@ _CODE_FILES = {
     "pt2": _TORCH_FILES,
     "onnx": {"sample.py": "unfog.export.sample_onnx", "values.py": "unfog.export.values_numpy"},
 }
-NETWORK_MODULES = ("unfog.values.conditions", "unfog.models.layers")
-"""What the module of every network uses."""
-OF_TRAINING = tuple(f"Conditions.{name}" for name in ("droppable", "apply", "rows", "to", "copy_", "cat", "dropped"))
-"""Methods in `NETWORK_MODULES` that no network calls."""
+# Methods of `unfog.values.conditions` that no network calls.
+_METHODS = ("droppable", "apply", "rows", "to", "copy_", "cat", "dropped", "dropped_each")
+_OF_TRAINING = (*(f"Conditions.{name}" for name in _METHODS), "DiffusersAutoencoder")
+_BUILD = '''
+
+def build(model):
+    """Return the network of a description, such as that in model.json: {call}.
+
+    Labels are int64 [B], or None without classes.{columns}
+    """
+    from types import SimpleNamespace
+
+    classes, mask = model["classes"], model["mask"]
+    columns = [SimpleNamespace(**one) for one in model["conditions"]]{checked}
+    conditions = SimpleNamespace(
+        classes=classes, augment_inputs=0, columns=columns, mask_channels=mask * model["input"][0]
+    )
+    settings = SimpleNamespace(**model["network"]["settings"])
+    network = {name}(settings, model["input"][0], conditions, model["out_channels"])
+    network.wrap_edges(model["wrap"]){wrapped}
+    return network
+'''
+_CHECKED = """
+    kinds = "number", "category", "several", "vector"
+    if not all(one.kind in kinds and 0 < one.inputs <= {most} for one in columns):  # it may be a stranger's
+        raise ValueError("a condition of the description has no kind and size that Unfog writes; was it edited?")"""
+_WRAPPED = """
+    known = torch.ones(model["input"], dtype=torch.bool) if mask else None  # their values are among the weights
+    network = NamedInputs(network, bool(classes), [one.kind for one in columns], known)"""
 _DIFFUSERS = """\
 from diffusers import DiffusionPipeline
 
@@ -65,7 +90,7 @@ import runpy
 code = runpy.run_path(f"{{folder}}/sample.py")  # plain torch
 model, network = code["load"](folder)
 noise = torch.randn(4, *model["input"], generator=torch.Generator().manual_seed(0))
-x = code["sample"](model, network, noise{label})
+{read}x = code["sample"](model, network, noise{label})
 {decode}{save}"""
 _DENOISER = """\
 import runpy
@@ -91,8 +116,12 @@ import runpy
 code = runpy.run_path(f"{{folder}}/sample.py")  # plain numpy
 model, sessions = code["load"](folder)
 noise = np.random.default_rng(0).standard_normal((4, *model["input"])).astype(np.float32)
-x = code["sample"](model, sessions, noise{label})
+{read}x = code["sample"](model, sessions, noise{label})
 {save}"""
+_READ = """\
+read = runpy.run_path(f"{{folder}}/given.py")["read"]
+columns = read(model["conditions"], {given}, 4)
+"""
 _VALUES = 'values = runpy.run_path(f"{folder}/values.py")\n'
 # Of pictures, and of other values, which are written in the units of their source.
 _PIXELS = """\
@@ -111,22 +140,48 @@ _DECODE = {
 }
 
 
-def plain_source(title: str, names: Iterable[str], left_out: Iterable[str] = ()) -> str:
+def network_source(what: str, model: str, named_inputs: bool, modules: Iterable[str] = ()) -> str:
+    """Return the code of a network, of further modules, and `build`, as one file of plain torch.
+
+    Args:
+        what: the file has, for its title.
+        model: MODULE:CLASS of the network.
+        named_inputs: the network has columns or a mask, and becomes a `NamedInputs`.
+        modules: full names.
+    """
+    module, _, name = model.partition(":")
+    layers = ["unfog.models.condition_layers", "unfog.models.layers"] if named_inputs else ["unfog.models.layers"]
+    inputs = ["unfog.export.network_inputs"] if named_inputs else []
+    names = dict.fromkeys(["unfog.values.conditions", *layers, module, *inputs, *modules])
+    title, about = f"The {what} of an Unfog run: {name}.", " `build` makes the network."
+    source = plain_source(title, names, _OF_TRAINING, about)
+    call, columns = "(x [B, C, H, W], c_noise [B], label) -> y", ""
+    if named_inputs:
+        call = "(x [B, C, H, W], c_noise [B], label, *columns) -> y"
+        columns = " Without classes there is no label at all. See `NamedInputs`."
+    checked = _CHECKED.format(most=MOST_CATEGORIES + 1) if named_inputs else ""
+    wrapped = _WRAPPED if named_inputs else ""
+    return source + _BUILD.format(name=name, call=call, columns=columns, checked=checked, wrapped=wrapped)
+
+
+def plain_source(title: str, names: Iterable[str], left_out: Iterable[str] = (), about: str = "") -> str:
     """Return the source of modules of this package as one file that imports no module of it.
 
     Args:
         title: the first line of the file's docstring.
         names: full names of the modules, each after those that it uses.
         left_out: classes and functions that the file does without, and methods as CLASS.METHOD.
+        about: the end of the docstring.
     """
     imports: dict[str, None] = {}
     bodies = [_body(import_module(name), imports, frozenset(left_out)) for name in names]
     code = "".join(bodies)
     used = filter(None, (_used_names(line, code) for line in imports))
-    packages = "torch and safetensors" if "safe_open" in code else "torch"
-    head = _HEAD.format(
-        title=title, packages=packages, imports="\n".join(sorted(used, key=lambda line: (line.startswith("f"), line)))
-    )
+    others = {"safe_open": "safetensors", "DiffusionPipeline": "diffusers"}
+    packages = " and ".join(["torch", *(package for word, package in others.items() if word in code)])
+    imported = "\n".join(sorted(used, key=lambda line: (line.startswith("f"), line)))
+    head = _HEAD.format(title=title, packages=packages, about=about, imports=imported)
+    head += _ERROR * ("RequestError" in code)
     return head + (_GROUP_NORM if re.search(r"(?<![\w.])GroupNorm\(", code) else "") + code
 
 
@@ -168,7 +223,7 @@ def package_file(name: str) -> bytes:
     return Path(spec.origin).read_bytes()
 
 
-def usage(kind: str, name: str, model: Mapping[str, Any], custom: bool, format: ImageFormat) -> str:
+def usage(kind: str, name: str, model: Mapping[str, Any], custom: bool, format: ImageFormat, given: str) -> str:
     """Return Markdown that shows how to sample from an export of this format, described by its model.json.
 
     Args:
@@ -177,6 +232,7 @@ def usage(kind: str, name: str, model: Mapping[str, Any], custom: bool, format: 
         model: the description.
         custom: a pipeline of diffusers has code of its own.
         format: of the images.
+        given: Python for values of the conditions: arguments of a pipeline, else a dict; "" without conditions.
     """
     place = repr(name or "FOLDER").replace("'", '"')
     classes = len(model["classes"])
@@ -184,7 +240,8 @@ def usage(kind: str, name: str, model: Mapping[str, Any], custom: bool, format: 
         # Diffusers runs code from a repository only if the caller says so, and a card must not hide that.
         trust = ", trust_remote_code=True" if custom else ""
         labels = f", class_labels={[i % classes for i in range(4)]}" if classes else ""
-        arguments = f"batch_size=4{labels}, num_inference_steps={len(model['levels']) - 1}"
+        told = f", {given}" if given else ""
+        arguments = f"batch_size=4{labels}{told}, num_inference_steps={len(model['levels']) - 1}"
         note = "\nThe code that is not part of diffusers is in the files `*.py` here, in plain torch." if custom else ""
         return _block(_DIFFUSERS.format(place=place, trust=trust, arguments=arguments)) + note
     if name:
@@ -194,9 +251,12 @@ def usage(kind: str, name: str, model: Mapping[str, Any], custom: bool, format: 
     library, short = ("import numpy as np", "np") if kind == "onnx" else ("import torch", "torch")
     imports = [library, "from PIL import Image"] if format.is_picture else sorted({"import numpy as np", library})
     label = f", {short}.arange(4) % {classes}" if classes else ""
-    shared = {"folder": folder, "imports": "\n".join(imports), "label": label, "save": _save(kind, format)}
+    told = f", given={given}" if kind == "denoiser" else ", columns=columns"
+    shared = {"folder": folder, "imports": "\n".join(imports), "save": _save(kind, format)}
+    shared |= {"label": label + told * bool(given), "read": _READ.format(given=given) if given else ""}
     if kind == "denoiser":
-        return _block(_DENOISER.format(argument=", label" if classes else "", **shared))
+        argument = ", label" * bool(classes) + ", given=…" * bool(given)
+        return _block(_DENOISER.format(argument=argument, **shared))
     if kind == "onnx":
         return _block(_ONNX.format(**shared))
     return _block(_TORCH.format(decode=_DECODE[kind] if model["latents"] else "", **shared))
@@ -221,6 +281,8 @@ def _block(code: str) -> str:
     return f"```python\n{code}```"
 
 
-def code_files(kind: str) -> dict[str, bytes]:
-    """Return the code of an export that is the same for all runs, by the names of its files."""
-    return {name: package_file(module) for name, module in _CODE_FILES.get(kind, {}).items()}
+def code_files(kind: str, columns: bool) -> dict[str, bytes]:
+    """Return the code of an export that is the same for all runs, or all with columns, by the names of its files."""
+    files = _CODE_FILES.get(kind, {})
+    given = {"given.py": "unfog.export.given_values"} if files and columns else {}
+    return {name: package_file(module) for name, module in {**files, **given}.items()}

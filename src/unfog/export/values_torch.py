@@ -3,7 +3,8 @@
 A description `values` has `dtype`, the type of stored values, and the ends `low` and `high` of a linear map to -1 and
 1; or `maps`, the fitted map of each channel, with `kind`, `knee`, `middle` and `half`: x becomes (curve(x) - middle) /
 half. The curve of "log" is log(x) from `knee` on, and its tangent below. The curve of "arcsinh" is asinh(x / knee). All
-other kinds have the identity. Nothing is clipped, and gradients pass through both maps.
+other kinds have the identity. Nothing is clipped, and gradients pass through both maps. `unknown` is "none", or else
+what stands for unknown values: "nan" or a number. They are NaN for the model.
 """
 
 import torch
@@ -12,6 +13,8 @@ import torch
 def to_model(values, stored):
     """Return stored values [..., C, H, W] as the model takes them, float32 of about -1 to 1."""
     x = torch.as_tensor(stored).float()
+    if _filler(values) is not None:
+        x = x.masked_fill(x == _filler(values), float("nan"))
     if values["maps"]:
         is_log, is_arcsinh, knee, middle, half = _channels(values, x.device)
         logarithm = torch.maximum(x, knee).log() + torch.clamp_max(x / knee - 1, 0)
@@ -42,13 +45,23 @@ def to_stored(values, x):
 
 
 def rounded(values, stored):
-    """Return values in stored units as float32, or rounded and limited to a type of integers."""
-    kind = getattr(torch, values["dtype"])
-    if kind.is_floating_point:
-        return stored.float()
-    ends = torch.iinfo(kind)
-    low, high = (ends.min, ends.max) if values["maps"] else (values["low"], values["high"])
-    return stored.round().clamp(low, high).to(kind)
+    """Return values in stored units as float32, or rounded and limited to a type of integers; for NaN, `unknown`."""
+    kind, filler = getattr(torch, values["dtype"]), _filler(values)
+    stored = torch.as_tensor(stored)
+    whole = stored.float()
+    if not kind.is_floating_point:
+        ends = torch.iinfo(kind)
+        low, high = (ends.min, ends.max) if values["maps"] else (values["low"], values["high"])
+        whole = stored.round().clamp(low, high)
+        if filler is not None:  # no known value becomes the number that stands for unknown ones
+            whole = whole.where(whole != filler, filler - 1 if filler > 0 else filler + 1)
+    whole = whole if filler is None else whole.where(~stored.isnan(), filler)
+    return whole if kind.is_floating_point else whole.to(kind)
+
+
+def _filler(values):
+    """Return the number that stands for unknown values; None if all are known, or NaN does."""
+    return None if values["unknown"] in ("none", "nan") else float(values["unknown"])
 
 
 def _linear(values):

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unfog.config.requests.evaluate import LOSSES, ON_REQUEST, VALUES
+from unfog.config.requests.evaluate import LOSSES, OBEYS, ON_REQUEST, VALUES
 from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.errors import RequestError
 from unfog.evaluation.features import Features, PixelSource, Ranks, compute_features, compute_statistics
@@ -129,7 +129,7 @@ class Comparison:
             baseline: also measure real images against other real images.
         """
         found: dict[str, list[MetricResult]] = {}
-        names = [name for name in self.metrics if name not in (*PIXEL_METRICS, *VALUES, *LOSSES)]
+        names = [name for name in self.metrics if name not in (*PIXEL_METRICS, *VALUES, *LOSSES, OBEYS)]
         features, real = self.features, self.real_features
         if features is not None and real is not None and fake is not None and names:
             known = compute_statistics(real, features, self.real.key) if "fid" in names else None
@@ -185,7 +185,7 @@ def _check_shapes(real: tuple[int, ...], samples: tuple[int, ...]) -> None:
 
 def check_for_values(metrics: Sequence[str], kind: str) -> None:
     """Raise RequestError if one of the metrics is of pictures of 8 bits; `kind` names the images, which are none."""
-    wrong = [name for name in metrics if name not in (*VALUES, *LOSSES)]
+    wrong = [name for name in metrics if name not in (*VALUES, *LOSSES, OBEYS)]
     if wrong:
         raise RequestError(
             f"{', '.join(wrong)} compare pictures of 8 bits, grey or RGB, and these images have {kind}; give "

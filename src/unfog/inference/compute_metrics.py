@@ -10,16 +10,20 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from unfog.config.requests.evaluate import OBEYS, WORTH
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.likelihood import best_end, bits_per_dim
 from unfog.diffusion.noise import NoiseSource
+from unfog.evaluation.condition_worth import ConditionWorth
 from unfog.evaluation.features import compute_features
 from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, MeanEstimate
+from unfog.evaluation.judged_kinds import ConditionScore
 from unfog.evaluation.metrics import MetricResult, Z
 from unfog.evaluation.value_metrics import Curve
 from unfog.files.safe_files import make_folder, write_atomic
@@ -39,6 +43,7 @@ from unfog.inference.memorization import (
     check_memorization_by_features,
     check_memorization_by_pixels,
 )
+from unfog.inference.obeyed_conditions import ConditionJudge, in_parts, measure_worth
 from unfog.pipeline.build import build_held_out_set, build_loss_at
 from unfog.pipeline.generate import view_grid
 from unfog.reporting.charts import as_file, curve_chart
@@ -47,9 +52,11 @@ from unfog.reporting.image_grids import save_png
 from unfog.reporting.progress import Progress
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World
-from unfog.values.guidance import spell_guidance
+from unfog.values.columns import rows_of
+from unfog.values.condition_requests import spell_guidance
 
 _MOST_HELD_OUT = 1000  # held-out images of the loss
+_MOST_FOR_WORTH = 256  # held-out images of the worth, which takes two losses for each condition
 _MOST_FOR_BITS = 256  # held-out images of the bits, which take many more network calls
 _FOR_END = 16  # training images by which the cleanest level of the bits is chosen, in one call
 LEVELS = 64  # network calls per image for the bits; with 64 the bound is within a percent
@@ -68,6 +75,7 @@ def compute_metrics(
     spectrum: dict[str, list[float]] = {}
     curves = list[Curve]()
     of_sizes = list[MetricResult]()
+    obeys, judge, worth = list[ConditionScore](), "", list[ConditionWorth]()
     if (mixed := samples.mixed) is not None:
         compared = setup.compared
         _ = compared.real_features  # by all ranks, as those of the samples
@@ -78,6 +86,8 @@ def compute_metrics(
             _draw_spectra(spectrum, out)
             _draw_curves(curves, out)
             copies += _search_copies(setup, mixed, fake, out)
+            if OBEYS in compared.metrics:
+                obeys, judge = _judge_samples(run.config, setup, mixed)
         if len(samples.parts) > 1:
             of_sizes = _measure_sizes(setup, samples.parts, world)
     said = verdict(metrics, copies)
@@ -85,7 +95,28 @@ def compute_metrics(
     if world.is_main:
         drawn = ", ".join(f"{name} {value}" for name, value in generation.items() if name != "reference")
         metrics = [replace(one, drawn=drawn) for one in metrics] + _held_out_metrics(run, setup)
-    return Evaluation(run.step, generation, metrics, copies, said, spectrum, [asdict(curve) for curve in curves])
+        if WORTH in setup.compared.metrics:
+            held_out = build_held_out_set(setup.dataset, run.config, run.device, _MOST_FOR_WORTH)
+            assert held_out is not None, "the worth is left out where no images are held out"
+            worth = measure_worth(run.config, held_out, build_loss_at(run.network, run.config), setup.generation.batch)
+    drawn_curves = [asdict(curve) for curve in curves]
+    return Evaluation(run.step, generation, metrics, copies, said, spectrum, drawn_curves, obeys, judge, worth)
+
+
+def _judge_samples(
+    config: Config, setup: EvaluationSetup, samples: GeneratedSamples | MixedSamples
+) -> tuple[list[ConditionScore], str]:
+    """Return the scores of the conditions of samples, and the description of their judge."""
+    judge = ConditionJudge.open(config, setup.dataset)
+    format, parts = config.conditions, [(one.generation.given, one.generation.count) for one in setup.parts]
+    given = [format.columns_of(own, range(count)) for own, count in parts]
+    joined = {
+        name: replace(column, values=np.concatenate([one[name].values for one in given]))
+        for name, column in given[0].items()
+    }
+    if isinstance(samples, MixedSamples):
+        joined = rows_of(joined, samples.order)
+    return judge.score(in_parts(samples), joined), judge.description
 
 
 def _measure_sizes(setup: EvaluationSetup, samples: Sequence[GeneratedSamples], world: World) -> list[MetricResult]:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from unfog.config.requests.evaluate import LOSSES, METRICS, ON_REQUEST, VALUES, EvaluationRequest
+from unfog.config.requests.evaluate import LOSSES, METRICS, OBEYS, ON_REQUEST, VALUES, WORTH, EvaluationRequest
 from unfog.config.schema import Config
 from unfog.data.bit_depth import FULL_RANGE
 from unfog.data.buckets.joined_set import join_sets
@@ -42,6 +42,7 @@ from unfog.inference.evaluation_files import (
 )
 from unfog.inference.guide import resolve_guidance
 from unfog.inference.loaded_run import LoadedRun, load_run_images, weights_digest
+from unfog.inference.obeyed_conditions import check_condition_metrics, judged_columns
 from unfog.pipeline.generate import GenerationSettings, cost_per_sample, generate_images, proportional_given
 from unfog.pipeline.load_data import load_images
 from unfog.process.device import choose_device
@@ -152,7 +153,7 @@ def _parts(
 
 def open_request_features(request: EvaluationRequest, device: torch.device) -> Features | None:
     """Return the feature network of the request, or the best one at hand; None if no metric needs one."""
-    if all(name in (*PIXEL_METRICS, *VALUES, *LOSSES) for name in request.metrics or METRICS):
+    if all(name in (*PIXEL_METRICS, *VALUES, *LOSSES, OBEYS) for name in request.metrics or METRICS):
         return None
     if not is_auto(request, "features"):
         return open_features(request.features, device)
@@ -213,28 +214,47 @@ def _possible_metrics(
 
     RequestError if a metric of the request is not possible.
     """
-    format = run.config.image_format
+    format, conditions = run.config.image_format, run.config.conditions
     metrics = (*_usual_metrics(request, format.is_picture, features is not None), *["held_out"] * (not request.metrics))
+    if not request.metrics and conditions.can_be_dropped:
+        metrics += (*[OBEYS] * bool(judged_columns(conditions)), WORTH)
     if not format.is_picture:
         check_for_values(metrics, str(format))
-    if run.config.data.has_unknown and not {*metrics} <= {*LOSSES}:
+    check_condition_metrics(metrics, conditions)
+    if run.config.data.has_unknown and not {*metrics} <= {*LOSSES, OBEYS}:
         said = "metrics of samples compare whole images, and pixels of these are unknown"
         if request.metrics:
             raise RequestError(f"{said}; give held_out")
         say(f"skipped: {said}")
-        metrics = tuple(name for name in metrics if name in LOSSES)
+        metrics = tuple(name for name in metrics if name in (*LOSSES, OBEYS))
     if (reason := run.config.representation.no_bits) and "bits" in metrics:
         raise RequestError(f"{run.path}: {reason}")
     if dataset.buckets and "bits" in metrics:
         raise RequestError(f"bits are measured at one size; give --size {run.config.image_format.sides}, or omit bits")
-    if not len(dataset.held_out) and any(name in LOSSES for name in metrics):
-        if request.metrics:
-            raise RequestError(f"no images of {run.path} are held out, so {' and '.join(LOSSES)} cannot be measured")
-        say("held_out is skipped: the run has no held-out images")
-        metrics = tuple(name for name in metrics if name not in LOSSES)
+    metrics = _possible_losses(run, request, metrics, len(dataset.held_out))
     if request.against is not None and "held_out" not in metrics:
         raise RequestError("--against compares held-out losses, and the run has no held-out images")
+    if not metrics:
+        raise RequestError(
+            f"nothing of {run.path} can be measured: its images have unknown pixels, which held_out alone takes, and "
+            "no images are held out; train a run with --data.held-out 0.1"
+        )
     return metrics
+
+
+def _possible_losses(
+    run: LoadedRun, request: EvaluationRequest, metrics: tuple[str, ...], held_out: int
+) -> tuple[str, ...]:
+    """Return the metrics without those losses that need more held-out images, and say so. RequestError if named."""
+    fewest = {name: 2 if name == WORTH else 1 for name in LOSSES}
+    short = [name for name in metrics if held_out < fewest.get(name, 0)]
+    if short and request.metrics:
+        has = "no images of" if not held_out else "too few images of"
+        raise RequestError(f"{has} {run.path} are held out, so {' and '.join(short)} cannot be measured")
+    if short:
+        has = "no held-out images" if not held_out else "one held-out image"
+        say(f"{' and '.join(short)} {'is' if len(short) == 1 else 'are'} skipped: the run has {has}")
+    return tuple(name for name in metrics if name not in short)
 
 
 def _result_key(setup: EvaluationSetup) -> str:

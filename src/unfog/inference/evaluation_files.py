@@ -20,6 +20,8 @@ from unfog.data.buckets.joined_set import Rows, scale
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.diffusion.denoiser import Denoiser
 from unfog.errors import RunError
+from unfog.evaluation.condition_worth import ConditionWorth
+from unfog.evaluation.judged_kinds import ConditionScore
 from unfog.evaluation.metrics import MetricResult
 from unfog.files.safe_files import LARGEST_TEXT, make_folder, read_file, write_atomic
 from unfog.files.seals import is_sealed, seal_of, seal_of_object
@@ -38,6 +40,8 @@ FORMAT = 1
 ARITHMETIC = 3
 _HEADER_BYTES = 2**16  # of a file of samples, besides these
 
+_OBEYS_HEAD = ("condition", "measure", "samples", "95% interval", "real images", "shuffled", "n", "obeyed")
+_WORTH_HEAD = ("condition", "shuffled", "95% interval", "not given", "95% interval")
 _TABLE_HEAD = ("metric", "value", "95% interval", "real images", "n", "reference", "features", "resize")
 
 
@@ -91,6 +95,12 @@ class Evaluation:
     """Radial spectra of luma: `frequency` over Nyquist's, mean power of `generated` and `real`; {} if not measured."""
     curves: Sequence[Mapping[str, Any]] = ()
     """Spectra and histograms of channels, as fields of `evaluation.value_metrics.Curve`."""
+    obeys: Sequence[ConditionScore] = ()
+    """Whether samples have the conditions that were asked, by condition and measure."""
+    judge: str = ""
+    """Network and real images of `obeys`, as a sentence."""
+    worth: Sequence[ConditionWorth] = ()
+    """What each condition is worth, in held-out loss."""
     seconds: float = 0.0
     asked: Mapping[str, Any] = field(default_factory=dict)
 
@@ -102,7 +112,8 @@ class Evaluation:
         raise KeyError(metric)
 
     def __repr__(self) -> str:
-        metrics = ", ".join(f"{one.metric} {one.value:.4g}" for one in self.measured if one.value is not None)
+        named = [f"{one.metric} {one.value:.4g}" for one in self.measured if one.value is not None]
+        metrics = ", ".join([*named, *(f"{one.condition} {one.measure} {one.value:.4g}" for one in self.obeys)])
         what = "images" if self.step is None else f"step {self.step:,}"
         return f"<evaluation of {what}: {metrics or 'no metrics'}>"
 
@@ -119,10 +130,23 @@ class Evaluation:
             *filter(None, [self.verdict]),
             ("" if self.step is None else f"step {self.step:,}: ")
             + ", ".join(f"{name} {value}" for name, value in self.drawn.items()),
-            *align_columns([_TABLE_HEAD, *map(_table_row, self.measured)]),
+            *(align_columns([_TABLE_HEAD, *map(_table_row, self.measured)]) if self.measured else []),
             *(f"{', '.join(names)}: {note}" for note, names in notes.items()),
+            *self._condition_lines(),
             *(f"copies, by {one['by']}: {one['evidence']}" for one in self.copies),
         ]
+
+    def _condition_lines(self) -> list[str]:
+        """Return the tables of `obeys` and `worth`; [] for a run without conditions."""
+        lines = list[str]()
+        if self.judge:
+            rows = [_OBEYS_HEAD, *map(_obeys_row, self.obeys)]
+            lines += [f"Samples and what was asked, by a judge: {self.judge}", *align_columns(rows)]
+        if self.worth:
+            one = self.worth[0]
+            said = f"Rise of the held-out loss, {one.loss:.4g} of {one.n:,} images, with conditions of others or none"
+            lines += [said, *align_columns([_WORTH_HEAD, *map(_worth_row, self.worth)])]
+        return lines
 
     def write(self, path: Path, key: bytes) -> None:
         """Write the file with a seal, by which `read` knows what was measured with the same key."""
@@ -153,7 +177,9 @@ class Evaluation:
             stored.pop("seal", None)
             if stored.pop("format") == FORMAT:
                 measured = [MetricResult(**one) for one in stored.pop("measured")]
-                return cls(measured=measured, **stored)
+                obeys = [ConditionScore(**one) for one in stored.pop("obeys", ())]
+                worth = [ConditionWorth(**one) for one in stored.pop("worth", ())]
+                return cls(measured=measured, obeys=obeys, worth=worth, **stored)
         return None
 
 
@@ -162,6 +188,27 @@ def _table_row(one: MetricResult) -> tuple[str, ...]:
     value = "refused" if one.value is None else f"{one.value:.4g}"
     reference = f"{one.n_reference:,}" if one.n_reference else "-"
     return one.metric, value, within, real_text(one, 4), f"{one.n:,}", reference, one.features, one.resize
+
+
+def _obeys_row(one: ConditionScore) -> tuple[str, ...]:
+    real = "" if one.real is None else f"{one.real:.3g}"
+    if one.real_low is not None and one.real_high is not None:
+        real += f" ({one.real_low:.3g} to {one.real_high:.3g})"
+    within = f"{one.low:.3g} to {one.high:.3g}"
+    return (
+        *(one.condition, one.measure, f"{one.value:.3g}", within),
+        *(real, f"{one.shuffled:.3g}", f"{one.n:,}", one.obeyed),
+    )
+
+
+def _worth_row(one: ConditionWorth) -> tuple[str, ...]:
+    shuffled = _signed(one.shuffled, one.shuffled_low, one.shuffled_high)
+    return one.condition, *shuffled, *_signed(one.none, one.none_low, one.none_high)
+
+
+def _signed(value: float | None, low: float | None, high: float | None) -> tuple[str, str]:
+    within = "" if low is None or high is None else f"{low:+.3g} to {high:+.3g}"
+    return "not trained" if value is None else f"{value:+.3g}", within
 
 
 class GeneratedSamples:
@@ -295,6 +342,11 @@ class MixedSamples:
     def key(self) -> str:
         """Name of these samples in the cache of features."""
         return f"{' '.join(part.key for part in self._parts)} {self._rows.lengths}"
+
+    @property
+    def order(self) -> NDArray[np.int64]:
+        """Number of each sample, int64 [N], if those of the parts are counted one part after the other."""
+        return self._order
 
     def __getitem__(self, key: slice) -> NDArray[np.uint8]:
         wanted = self._order[key]

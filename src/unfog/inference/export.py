@@ -21,23 +21,32 @@ from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.export.graphs import Decoder, check_packages, write_graph
-from unfog.export.source_code import NETWORK_MODULES, OF_TRAINING, code_files, plain_source, usage
+from unfog.export.network_inputs import NamedInputs
+from unfog.export.source_code import code_files, usage
 from unfog.files.safe_files import copy_into, tensor_file, write_atomic
 from unfog.files.work_folder import whole_folder
-from unfog.inference.export_description import check_conditions_map, describe_denoiser, describe_model
+from unfog.inference.export_conditions import (
+    check_conditions_map,
+    condition_rows,
+    example_code,
+    example_given,
+    example_values,
+    has_named_inputs,
+    source_of_network,
+    with_named_inputs,
+)
+from unfog.inference.export_description import describe_denoiser, describe_model
 from unfog.inference.export_diffusers import draw_samples, plain_weights, save_weights, write_pipeline
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.model_card import GRID, CardSettings, model_card
 from unfog.models.autoencoder_settings import CONFIG, OURS
-from unfog.models.network_settings import CustomNetwork, build_model
-from unfog.pipeline.generate import sample_grid
+from unfog.models.network_settings import CustomNetwork
+from unfog.pipeline.generate import GenerationSettings, sample_grid
 from unfog.pipeline.latents import open_run_autoencoder
 from unfog.process.hub import Repository
 from unfog.reporting.image_grids import Pixels, save_png
 from unfog.reporting.progress import say
 from unfog.text import sanitize
-from unfog.values.condition_format import ConditionFormat
-from unfog.values.conditions import Conditions
 
 _DESCRIPTION, _WEIGHTS, SOURCE = "model.json", "model.safetensors", "network.py"
 # Largest difference between the outputs of the run and of its export, over the largest output.
@@ -46,20 +55,6 @@ _USUAL_TOLERANCE = 1e-3
 _VALUE_TOLERANCE = 1e-5  # of the largest value of a channel
 _LEVELS = 9  # at which a denoiser is compared
 _SAMPLES = 16  # on the model card
-_BUILD = '''
-
-def build(settings, image_channels, num_classes=0, out_channels=None, wrap=""):
-    """Return the network: (x [B, C, H, W], c_noise [B], label int64 [B] or None) -> y.
-
-    Images continue at their other side along the axes `wrap`: "x", "y" or "xy".
-    """
-    from types import SimpleNamespace
-
-    conditions = SimpleNamespace(classes=range(num_classes), augment_inputs=0, columns=(), mask_channels=0)
-    network = {name}(SimpleNamespace(**settings), image_channels, conditions, out_channels)
-    network.wrap_edges(wrap)
-    return network
-'''
 _DECODE = '''
 
 def decode(model, folder, x0):
@@ -88,18 +83,6 @@ def decode(model, folder, x0):
 '''
 
 
-class _Network(nn.Module):
-    """The network of a run, which is called without a label if it has no classes."""
-
-    def __init__(self, network: nn.Module):
-        super().__init__()
-        self.network = network
-
-    def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None) -> Tensor:
-        y: Tensor = self.network(x, c_noise, label)
-        return y
-
-
 @dataclass(frozen=True)
 class _Export:
     """A run, what describes it, and the folder to write."""
@@ -107,9 +90,15 @@ class _Export:
     run: LoadedRun
     network: nn.Module
     """On the CPU."""
+    called: NamedInputs
+    """The network as exports call it."""
     sampler: Sampler
     description: dict[str, Any]
     folder: Path
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return plain_weights(self.called if has_named_inputs(self.run.config) else self.network)
 
 
 def export(run: LoadedRun, out: Path, settings: ExportSettings) -> float:
@@ -128,7 +117,8 @@ def export(run: LoadedRun, out: Path, settings: ExportSettings) -> float:
         settings = replace(settings, push_to_hub=repository.name)
     network = deepcopy(run.network).cpu().eval().requires_grad_(False)
     with whole_folder(out) as folder, torch.no_grad():
-        job = _Export(run, network, sampler, describe_model(run, sampler), folder)
+        called = with_named_inputs(run.config, network)
+        job = _Export(run, network, called, sampler, describe_model(run, sampler), folder)
         difference = _WRITERS[settings.format](job)
         _write_code(job, settings.format)
         if not difference <= _TOLERANCE.get(settings.format, _USUAL_TOLERANCE):
@@ -143,7 +133,7 @@ def export(run: LoadedRun, out: Path, settings: ExportSettings) -> float:
 
 def _write_code(job: _Export, kind: str) -> None:
     """Write the code that loads an export and maps its values. RunError if its map is not that of the run."""
-    for name, content in code_files(kind).items():
+    for name, content in code_files(kind, bool(job.run.config.columns)).items():
         write_atomic(job.folder / name, content, job.folder)
     if kind == "diffusers":
         return
@@ -151,12 +141,16 @@ def _write_code(job: _Export, kind: str) -> None:
     code = run_path(str(job.folder / ("denoiser.py" if kind == "denoiser" else "values.py")))
     described, values = job.description["values"], job.run.config.image_format.values
     shape = job.run.config.image_format.shape
-    stored = values.to_units(x0 := torch.randn(2, *shape, generator=torch.Generator().manual_seed(2)))
-    whole = values.rounded(stored)
-    for name, given, expected in (("to_stored", x0, stored), ("to_model", whole, values.to_model(whole))):
-        found = torch.as_tensor(code[name](described, given.numpy()))
-        largest = expected.abs().amax((0, 2, 3), keepdim=True)  # of each channel, as each has units of its own
-        if not bool(((found - expected).abs() <= _VALUE_TOLERANCE * largest).all()):
+    x0 = torch.randn(2, *shape, generator=torch.Generator().manual_seed(2))
+    if values.filler is not None:
+        x0[..., 0, 0] = math.nan
+    stored, whole = values.to_units(x0), values.to_stored(x0)
+    expected = {"to_stored": (x0, stored), "rounded": (stored, whole), "to_model": (whole, values.to_model(whole))}
+    for name, (given, wanted) in expected.items():
+        found, result = torch.as_tensor(code[name](described, given.numpy())).float(), wanted.float()
+        largest = result.nan_to_num(0).abs().amax((0, 2, 3), keepdim=True)  # of each channel, as each has its units
+        same = (found - result).abs() <= _VALUE_TOLERANCE * largest
+        if not bool((same | (found.isnan() & result.isnan())).all()):
             raise RunError(f"{name} of the export differs from that of the run; this is a bug in unfog")
 
 
@@ -166,8 +160,10 @@ def _write_card(job: _Export, settings: ExportSettings) -> None:
     pixels, caption = _card_grid(job)
     save_png(job.folder / GRID, job.folder, pixels)
     custom = (job.folder / "pipeline.py").exists()
-    use = usage(settings.format, settings.push_to_hub, model, custom, run.config.image_format)
-    card = model_card(run, CardSettings(settings.format, settings.push_to_hub, settings.license, caption, use))
+    given = example_code(run.config, as_arguments=settings.format == "diffusers")
+    use = usage(settings.format, settings.push_to_hub, model, custom, run.config.image_format, given)
+    texts = (settings.format, settings.push_to_hub, settings.license, caption, use)
+    card = model_card(run, CardSettings(*texts, condition_rows(model, settings.format)))
     write_atomic(job.folder / "README.md", card.encode(), job.folder)
 
 
@@ -181,6 +177,7 @@ def _card_grid(job: _Export) -> tuple[Pixels, str]:
     config = job.run.config
     samples = config.view(config.image_format.to_pictures(draw_samples(config, job.network, job.sampler, count)))
     caption = f"{count} samples of seed 0, {job.sampler.kind} in {job.sampler.steps} steps, not selected"
+    caption += "; conditions besides the class are open" * bool(config.columns)
     named = f"; {sanitize(', '.join(classes))}" if 1 < len(classes) <= _SAMPLES else ""
     return sample_grid(samples, classes), f"{caption}{named}"
 
@@ -213,34 +210,35 @@ def _check(run: LoadedRun, sampler: Sampler, kind: str) -> None:
 
 def _write_safetensors(job: _Export) -> float:
     _write_description(job)
-    save_weights(plain_weights(job.network), job.folder / _WEIGHTS)
+    save_weights(job.weights, job.folder / _WEIGHTS)
     write_atomic(job.folder / SOURCE, _network_source(job.run).encode(), job.folder)
     if (described := job.run.config.representation.autoencoder()) is not None:
         copy_into([described.folder / CONFIG, described.weights], job.folder / "autoencoder", job.folder)
-    model, settings = job.description, job.run.config.network
-    assert settings is not None  # a run's is settled
-    conditions = ConditionFormat(job.run.classes)
-    rebuilt = build_model(settings, model["input"][0], conditions, model["out_channels"], model["wrap"])
+    # The code was written a moment ago, by this process, from this package.
+    rebuilt = run_path(str(job.folder / SOURCE))["build"](job.description)
     rebuilt.load_state_dict(load_file(tensor_file(job.folder / _WEIGHTS, job.folder)))
-    return _relative_difference(job.network, rebuilt.eval(), _example_inputs(model))
+    return _relative_difference(job.called, rebuilt.eval(), _example_inputs(job.description))
 
 
 def _write_denoiser(job: _Export) -> float:
     model, levels = describe_denoiser(job.run, job.sampler)
     weights, code = job.folder / "denoiser.safetensors", job.folder / "denoiser.py"
-    save_weights(plain_weights(job.network) | {"levels": levels}, weights, json.dumps(model))
+    save_weights(job.weights | {"levels": levels}, weights, json.dumps(model))
     write_atomic(code, _denoiser_source(job.run).encode(), job.folder)
     # The code was written a moment ago, by this process, from this package.
     written = run_path(str(code))["load"](tensor_file(weights, job.folder))
     ours, generator, differences = Denoiser(job.network, job.run.config.diffusion), torch.Generator().manual_seed(1), []
     low, high = written.sigma_min, min(written.sigma_max, 1e3)
     label = torch.tensor([0, len(job.run.classes)]) if job.run.classes else None
+    told, given = example_given(job.run.config)
+    settings = replace(GenerationSettings.default(job.run.config, 2, 2), given=told)
+    conditions = settings.conditions(job.run.config, range(2), torch.device("cpu"))._replace(label=label)
     for sigma in torch.logspace(math.log10(low), math.log10(high), _LEVELS).clamp(low, high):
         x = torch.randn(2, *model["input"], generator=generator) * (0.25 + sigma.square()).sqrt()
         logsnr = (-2 * sigma.log()).expand(2)
         alpha, _ = job.run.config.diffusion.path(logsnr[0])
-        expected = ours(alpha * x, logsnr, Conditions.of(label))
-        differences.append(float((written(x, sigma, label) - expected).abs().max() / expected.abs().max()))
+        expected = ours(alpha * x, logsnr, conditions)
+        differences.append(float((written(x, sigma, label, given) - expected).abs().max() / expected.abs().max()))
     return max(differences)
 
 
@@ -251,7 +249,8 @@ def _write_description(job: _Export) -> None:
 
 def _denoiser_source(run: LoadedRun) -> str:
     """Return the network's code and that of its denoiser as one file of plain torch and safetensors."""
-    return _plain_network(run, "denoiser", ["unfog.export.values_torch", "unfog.export.denoiser_torch"])
+    modules = ["unfog.export.values_torch", "unfog.export.given_values", "unfog.export.denoiser_torch"]
+    return source_of_network(run.config, "denoiser", modules)
 
 
 def _network_source(run: LoadedRun) -> str:
@@ -259,21 +258,12 @@ def _network_source(run: LoadedRun) -> str:
     described = run.config.representation.autoencoder()
     kind = "" if described is None else described.kind
     decode = _DECODE if kind == OURS else _DECODE_BY_DIFFUSERS.format(name=kind) if kind else ""
-    return _plain_network(run, "network", ["unfog.models.autoencoder"] * (kind == OURS)) + decode
-
-
-def _plain_network(run: LoadedRun, what: str, modules: list[str]) -> str:
-    """Return the code of a run's network and of further modules, and `build`; `what` is named in the title."""
-    settings = run.config.network
-    assert settings is not None  # a run's is settled
-    module, _, name = settings.model.partition(":")
-    title, left_out = f"The {what} of an Unfog run: {name}.", ["DiffusersAutoencoder", *OF_TRAINING]
-    return plain_source(title, [*NETWORK_MODULES, module, *modules], left_out) + _BUILD.format(name=name)
+    return source_of_network(run.config, "network", ["unfog.models.autoencoder"] * (kind == OURS)) + decode
 
 
 def _write_graphs(job: _Export, suffix: str) -> float:
     _write_description(job)
-    network, inputs = _Network(job.network), _example_inputs(job.description)
+    network, inputs = job.called, _example_inputs(job.description)
     graph = write_graph(network, inputs, "y", job.folder / f"model{suffix}")
     # Fewer images than the graph was traced with, as the batch may be any.
     fewer = {name: value[:1] for name, value in inputs.items()}
@@ -289,7 +279,7 @@ def _write_graphs(job: _Export, suffix: str) -> float:
 
 
 def _example_inputs(description: dict[str, Any]) -> dict[str, Tensor]:
-    """Return inputs of a network for three noise levels of its sampler: x, c_noise, and with classes a label."""
+    """Return inputs of a network for three noise levels of its sampler: x, c_noise, and label and columns."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(3, *description["input"], generator=generator)
     levels = description["levels"][:-1]
@@ -297,13 +287,18 @@ def _example_inputs(description: dict[str, Any]) -> dict[str, Tensor]:
     null = description["null_label"]
     # With the null class among them, as guidance calls the network with it.
     labels = {} if null is None else {"label": torch.tensor([0, null, null - 1])}
-    return {"x": x, "c_noise": c_noise, **labels}
+    columns = {one["input"]: torch.tensor(example_values(one, 3)) for one in description["conditions"]}
+    return {"x": x, "c_noise": c_noise, **labels, **columns}
 
 
 def _relative_difference(network: nn.Module, other: Callable[..., Tensor], inputs: dict[str, Tensor]) -> float:
-    """Return the largest difference of two networks on these inputs, over the largest output."""
-    expected = network(*inputs.values())
-    return float((other(*inputs.values()) - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+    """Return the largest difference of two networks on these inputs, over the largest output; NaN equals NaN."""
+    expected, found = network(*inputs.values()), other(*inputs.values())
+    unknown = expected.isnan()
+    if not torch.equal(unknown, found.isnan()):
+        return math.inf
+    expected, found = expected.masked_fill(unknown, 0.0), found.masked_fill(unknown, 0.0)
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
 
 
 _WRITERS: dict[str, Callable[[_Export], float]] = {

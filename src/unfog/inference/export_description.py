@@ -23,10 +23,10 @@ from unfog.diffusion.noise import EDM_LIMITS, VP, Cosine, Flow, FlowUniform, Lin
 from unfog.diffusion.sampler import RANDOM, Level, Sampler
 from unfog.diffusion.target import X0, Eps, V
 from unfog.errors import RequestError
+from unfog.inference.export_conditions import describe_columns, has_named_inputs
 from unfog.inference.loaded_run import LoadedRun
 from unfog.models.settings import UNet
 from unfog.settings import is_auto
-from unfog.text import sanitize
 
 _VERSION = 1
 _TABLE = 20_000  # log SNRs that a denoiser has of a continuous schedule of timesteps
@@ -36,22 +36,31 @@ _SOLVERS = {"ddim": "dpmsolver++", "dpmpp": "dpmsolver++", "dpmpp-sde": "sde-dpm
 _PREDICTIONS = {Eps.kind: "epsilon", X0.kind: "sample", V.kind: "v_prediction"}
 
 
-def describe_model(run: LoadedRun, sampler: Sampler) -> dict[str, Any]:
-    """Return the description of a run's network and of its sampler, as plain values for JSON."""
-    config, network = run.config, run.config.network
+def describe_network(config: Config) -> dict[str, Any]:
+    """Return all that builds the network of a run in an export, as plain values for JSON."""
+    network, classes = config.network, list(config.classes)
     assert network is not None  # a run's is settled
-    sampler, classes = config.representation.sampler(sampler), list(config.classes)
-    scaling = config.representation.scaling()
     return {
-        "format": "unfog-model",
-        "version": _VERSION,
-        "run": {"name": run.path.resolve().name, "step": run.step, "weights": run.weights, "ema": run.ema},
         "network": {"kind": network.kind, "settings": asdict(network)},
         "input": list(config.input_shape),
         "out_channels": config.input_shape[0] * (1 + config.diffusion.learned_variance),
         "wrap": config.data.wrapped,
         "classes": classes,
         "null_label": len(classes) if classes else None,
+        "conditions": describe_columns(config),
+        "mask": config.data.has_unknown,
+    }
+
+
+def describe_model(run: LoadedRun, sampler: Sampler) -> dict[str, Any]:
+    """Return the description of a run's network and of its sampler, as plain values for JSON."""
+    config = run.config
+    sampler, scaling = config.representation.sampler(sampler), config.representation.scaling()
+    return {
+        "format": "unfog-model",
+        "version": _VERSION,
+        "run": {"name": run.path.resolve().name, "step": run.step, "weights": run.weights, "ema": run.ema},
+        **describe_network(config),
         "guidance": config.usual_guidance,
         "guidance_interval": list(config.guidance_interval),
         "sampler": {"kind": sampler.kind, "order": sampler.order, "clip": sampler.clip},
@@ -97,11 +106,12 @@ def describe_denoiser(run: LoadedRun, sampler: Sampler) -> tuple[dict[str, Any],
     noisiest, cleanest = schedule.limits()
     if math.isinf(noisiest):
         noisiest = float(levels[-2])  # of a schedule whose last level is pure noise
-    names = ("run", "network", "input", "out_channels", "wrap", "classes", "null_label", "values")
     return {
         "format": "unfog-denoiser",
         "version": _VERSION,
-        **{name: model[name] for name in names},
+        "run": model["run"],
+        **describe_network(config),
+        "values": model["values"],
         "objective": {
             "path": diffusion.path.kind,
             "target": diffusion.target.kind,
@@ -124,34 +134,10 @@ class _Scheduler(NamedTuple):
         return ["levels_scheduler" if self.kind == "LevelsScheduler" else "diffusers", self.kind]
 
 
-def check_conditions_map(config: Config) -> None:
-    """Raise RequestError if a run has conditions that no format of an export holds."""
-    if config.data.has_unknown:
-        raise RequestError(
-            f"data.unknown = {config.data.unknown}: the network of this run has an input for the mask of unknown "
-            "pixels, which no export has; `unfog sample` writes .npy files in the units of the source"
-        )
-    if text := config.conditions.text:
-        raise RequestError(
-            f"this run reads texts ({sanitize(text.name)}), and no format of an export holds their encoder; draw with "
-            "unfog sample RUN, or unfog.load(run).sample(8), and share the run folder"
-        )
-    if config.columns:
-        names = ", ".join(sanitize(one.name) for one in config.columns)
-        raise RequestError(
-            f"this run has conditions besides the class ({names}), which no format of an export holds; the weights in "
-            "RUN/checkpoints are safetensors, and unfog.load(run).network takes all conditions"
-        )
-
-
-def check_network_maps(config: Config) -> None:
-    """Raise RequestError if the network of a run has no equivalent in a pipeline of diffusers."""
-    check_conditions_map(config)
-    if config.data.wrapped and isinstance(config.network, UNet):
-        raise RequestError(
-            f"wrap = {config.data.wrap} has no equivalent in diffusers, whose UNet2DModel pads with zeros, and would "
-            "draw seams; give --format safetensors, onnx or pt2"
-        )
+def has_equal_network(config: Config) -> bool:
+    """Return True if diffusers has a network that is equal to that of a run, `UNet2DModel`."""
+    # It pads with zeros, and has no input but timestep and class.
+    return isinstance(config.network, UNet) and not config.data.wrapped and not has_named_inputs(config)
 
 
 def check_sampler_maps(config: Config, sampler: Sampler) -> None:
@@ -214,7 +200,7 @@ def is_stock(config: Config, sampler: Sampler) -> bool:
         config.classes or config.representation.scaling() or diffusion.scale_input or diffusion.learned_variance
     )
     # UNet2DModel embeds the timestep as it is.
-    unet = isinstance(network, UNet) and network.time_scale == 1
+    unet = has_equal_network(config) and isinstance(network, UNet) and network.time_scale == 1
     table = _is_table(config, sampler) and (sampler.kind == "ddpm" or _has_solver(config, sampler))
     # Pipelines of diffusers give a scheduler their generator, and that of UniPC takes none.
     return plain and unet and table and sampler.kind != "unipc" and diffusion.target.kind in _PREDICTIONS
@@ -274,7 +260,7 @@ def _condition(config: Config) -> dict[str, Any]:
     """Return how the noise condition of the network follows from the noise level."""
     diffusion, schedule, network = config.diffusion, config.diffusion.schedule, config.network
     # UNet2DModel has no such factor, and other networks have it inside.
-    scale = {"scale": network.time_scale if isinstance(network, UNet) else 1.0}
+    scale = {"scale": network.time_scale if isinstance(network, UNet) and has_equal_network(config) else 1.0}
     if diffusion.conditioning == "logsnr":
         return {"kind": "logsnr", **scale}
     if isinstance(schedule, LogNormal | LogitNormal):
@@ -294,6 +280,7 @@ def describe_objective(config: Config, sampler: Sampler) -> dict[str, Any]:
         "condition": _condition(config),
         "classes": classes,
         "null_label": len(classes),
+        "conditions": describe_columns(config),
         "guidance": config.usual_guidance,
         "guidance_interval": list(config.guidance_interval),
         "clip": sampler.clip,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from copy import deepcopy
 from dataclasses import asdict, replace
@@ -18,15 +19,22 @@ from unfog.config.schema import Config
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.noise import NoiseSource
 from unfog.diffusion.sampler import Sampler
+from unfog.errors import RequestError
 from unfog.export.diffusers_unet import Network, sample_size
-from unfog.export.source_code import NETWORK_MODULES, OF_TRAINING, package_file, plain_source
+from unfog.export.source_code import package_file, plain_source
 from unfog.files.safe_files import copy_into, write_atomic
+from unfog.inference.export_conditions import (
+    example_given,
+    has_named_inputs,
+    source_of_network,
+    with_named_inputs,
+)
 from unfog.inference.export_description import (
-    check_conditions_map,
-    check_network_maps,
     check_sampler_maps,
     custom_scheduler,
+    describe_network,
     describe_objective,
+    has_equal_network,
     is_stock,
     stock_scheduler,
 )
@@ -35,6 +43,7 @@ from unfog.models.autoencoder_settings import OURS
 from unfog.models.settings import UNet
 from unfog.pipeline.generate import GenerationSettings, conditional_denoiser
 from unfog.pipeline.latents import ImageMap, open_run_autoencoder
+from unfog.values.condition_format import Given
 from unfog.values.conditions import Conditions
 from unfog.values.image_format import size_of
 
@@ -42,8 +51,6 @@ _DIFFUSERS = "0.35.0"  # the oldest version that reads these files
 _WEIGHTS = "diffusion_pytorch_model.safetensors"
 _IMAGES = 2
 _MODEL = '''
-
-from types import SimpleNamespace
 
 from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
@@ -53,15 +60,20 @@ class UnfogNetwork(ModelMixin, ConfigMixin):
     """The network as a model of diffusers."""
 
     @register_to_config
-    def __init__(self, settings, in_channels, out_channels, sample_size, num_classes, wrap=""):
+    def __init__(self, model, in_channels, sample_size):
         super().__init__()
-        conditions = SimpleNamespace(classes=range(num_classes), augment_inputs=0, columns=(), mask_channels=0)
-        self.network = {name}(SimpleNamespace(**settings), in_channels, conditions, out_channels)
-        self.network.wrap_edges(wrap)
+        self.network = build(model)
 
-    def forward(self, sample, timestep, class_labels=None):
-        return SimpleNamespace(sample=self.network(sample, timestep, class_labels))
+    def forward(self, sample, timestep, class_labels=None, columns=()):
+        from types import SimpleNamespace
+
+        label = [class_labels] if class_labels is not None else []
+        return SimpleNamespace(sample=self.network(sample, timestep, *label, *columns))
 '''
+_PIPELINE = """A pipeline that draws the samples of an Unfog run.
+
+    pipe = DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True)
+    images = pipe(batch_size=4, num_inference_steps=20).images"""
 _VAE = '''
 
 from types import SimpleNamespace
@@ -93,7 +105,6 @@ def write_pipeline(run: LoadedRun, network: nn.Module, sampler: Sampler, folder:
     """
     config = run.config
     sampler = config.representation.sampler(sampler)
-    check_network_maps(config)
     check_sampler_maps(config, sampler)
     stock = is_stock(config, sampler)
     scheduler = (stock_scheduler if stock else custom_scheduler)(config, sampler)
@@ -108,7 +119,8 @@ def write_pipeline(run: LoadedRun, network: nn.Module, sampler: Sampler, folder:
     else:
         index |= {"_class_name": ["pipeline", "UnfogPipeline"], "objective": describe_objective(config, sampler)}
         index["vae"] = _write_autoencoder(config, folder / "vae")
-        write_atomic(folder / "pipeline.py", package_file("unfog.export.diffusers_pipeline"), folder)
+        names = ["unfog.export.given_values", "unfog.export.diffusers_pipeline"]
+        write_atomic(folder / "pipeline.py", plain_source(_PIPELINE, names).encode(), folder)
     write_atomic(folder / "model_index.json", _json(index), folder)
     return _difference(run, network, sampler, folder, stock)
 
@@ -119,21 +131,18 @@ def _write_network(run: LoadedRun, network: nn.Module, folder: Path) -> list[str
     assert settings is not None  # a run's is settled
     (channels, *sides), classes = config.input_shape, len(config.classes)
     size = size_of(*sides)
-    out = channels * (1 + config.diffusion.learned_variance)
-    weights = plain_weights(network)
-    if isinstance(settings, UNet):
+    if isinstance(settings, UNet) and has_equal_network(config):
+        out = channels * (1 + config.diffusion.learned_variance)
         # diffusers has no such factor; the scale is in the timesteps of the scheduler instead.
-        plain = Network(replace(settings, time_scale=1.0), channels, classes, weights, out)
+        plain = Network(replace(settings, time_scale=1.0), channels, classes, plain_weights(network), out)
         described, weights = plain.to_unet2d(size)
         _write_model(folder, "UNet2DModel", described, weights)
         return ["diffusers", "UNet2DModel"]
-    module, _, name = settings.model.partition(":")
-    source = plain_source(f"The network of an Unfog run: {name}.", [*NETWORK_MODULES, module], OF_TRAINING)
-    described = {"settings": asdict(settings), "in_channels": channels, "out_channels": out}
-    described |= {"sample_size": sample_size(size), "wrap": config.data.wrapped}
-    _write_model(folder, "UnfogNetwork", described | {"num_classes": classes}, _prefixed(weights))
+    stored = with_named_inputs(config, network) if has_named_inputs(config) else network
+    described = {"model": describe_network(config), "in_channels": channels, "sample_size": sample_size(size)}
+    _write_model(folder, "UnfogNetwork", described, _prefixed(plain_weights(stored)))
     file = f"unfog_{settings.kind.replace('-', '_')}"
-    write_atomic(folder / f"{file}.py", (source + _MODEL.format(name=name)).encode(), folder)
+    write_atomic(folder / f"{file}.py", (source_of_network(config, "network") + _MODEL).encode(), folder)
     return [file, "UnfogNetwork"]
 
 
@@ -165,7 +174,7 @@ def _write_model(folder: Path, kind: str, config: dict[str, Any], weights: dict[
 
 def plain_weights(network: nn.Module) -> dict[str, Tensor]:
     """Return the weights without the embedding of the augmentation, which adds exactly 0 to samples."""
-    return {name: w for name, w in network.state_dict().items() if not name.startswith("augment_embedding.")}
+    return {name: w for name, w in network.state_dict().items() if "augment_embedding" not in name.split(".")}
 
 
 def save_weights(weights: dict[str, Tensor], path: Path, described: str = "") -> None:
@@ -190,10 +199,12 @@ def _difference(run: LoadedRun, network: nn.Module, sampler: Sampler, folder: Pa
     """Return the largest difference, in [-1, 1], of samples from the same noise by the run and by its pipeline."""
     pipeline = _load(folder, stock)
     generators = NoiseSource(0, range(_IMAGES), run.config.input_shape).generators
+    given, words = example_given(run.config)
     arguments = {"generator": generators, "num_inference_steps": sampler.steps, "output_type": "np"}
+    arguments |= {"given": words} if words else {}
     # Samples and not outputs are compared: a wrong scheduler around a right network would go unnoticed.
     drawn = torch.from_numpy(pipeline(batch_size=_IMAGES, **arguments).images).permute(0, 3, 1, 2)
-    ours = draw_samples(run.config, network, sampler, _IMAGES)
+    ours = draw_samples(run.config, network, sampler, _IMAGES, given)
     return float((2 * drawn - 1 - ours.clamp(-1, 1)).abs().max())
 
 
@@ -219,13 +230,20 @@ def _load(folder: Path, stock: bool) -> Any:
     return pipeline
 
 
-def draw_samples(config: Config, network: nn.Module, sampler: Sampler, count: int) -> Tensor:
-    """Return the first samples of seed 0 on the CPU, about [-1, 1], as a run draws them before they become uint8."""
+def draw_samples(
+    config: Config, network: nn.Module, sampler: Sampler, count: int, given: Given | None = None
+) -> Tensor:
+    """Return the first samples of seed 0 on the CPU, about [-1, 1], as a run draws them before they become uint8.
+
+    Unknown values are NaN. The conditions are by default those of `unfog sample` without `--given`.
+    """
     settings, cpu = replace(GenerationSettings.default(config, count, count), sampler=sampler), torch.device("cpu")
+    settings = settings if given is None else replace(settings, given=given)
     noise = NoiseSource(settings.seed, range(count), config.input_shape)
     conditions = settings.conditions(config, range(count), cpu)
     denoise = conditional_denoiser(Denoiser(network, config.diffusion), config, settings, conditions)
     x0 = config.representation.sampler(sampler)(denoise, config.diffusion.path, config.diffusion.schedule, noise.draw)
+    x0 = x0 if conditions.known is None else x0.masked_fill(conditions.known == 0, math.nan)
     return ImageMap.of(config, cpu).decode(x0)
 
 
@@ -237,8 +255,11 @@ def export_difference(run: LoadedRun) -> float:
     """
     from diffusers import UNet2DModel
 
-    check_conditions_map(run.config)
-
+    if not has_equal_network(run.config):
+        raise RequestError(
+            "diffusers has no network that is equal to that of this run, so that none is compared; `unfog export` "
+            "writes its code, and compares that"
+        )
     # Many branches of a network start at zero and are nearly zero after two steps, so that an exchanged weight would
     # go unnoticed: both get random weights.
     config, network = run.config, _randomized(run.network.cpu())

@@ -16,7 +16,7 @@ from unfog.pipeline.generate import check_guidance, one_strength
 from unfog.reporting.progress import say
 from unfog.training.precision import DTYPES, drawing_precision
 from unfog.training.settings import PowerEma, SamplingPrecision
-from unfog.values.guidance import GuidanceScale
+from unfog.values.condition_requests import GuidanceScale
 
 # A weaker run, loaded, or as "RUN" or "RUN:STEP"; the step of another checkpoint of the same run; or "auto", this run's
 # EMA of an earlier step; or "none".

@@ -40,6 +40,8 @@ class CardSettings(NamedTuple):
     """Caption of the grid of samples."""
     usage: str
     """Markdown that shows how to sample from the export."""
+    conditions: Sequence[Sequence[str]] = ()
+    """Rows of a table of the conditions besides the class: name, kind, values and, with ONNX, the input."""
 
 
 def model_card(run: LoadedRun, settings: CardSettings) -> str:
@@ -66,6 +68,7 @@ def model_card(run: LoadedRun, settings: CardSettings) -> str:
         f"{run.step:,}, {_weights(run)} weights, as {settings.format}.",
         f"![Samples of the model]({GRID})\n\n*{_escaped(settings.grid)}*",
         f"## How to use it\n\n{settings.usage}",
+        *_conditions_section(settings.conditions),
         f"## Data\n\n{_table(('', ''), data.rows)}",
         f"## Training\n\n{_table(('', ''), _training(run))}",
         _metrics_section(evaluations),
@@ -215,6 +218,16 @@ def _results(dataset: str, measured: Sequence[tuple[MetricResult, bool]]) -> lis
         facts += [] if here else ["not measured on the machine that wrote this card"]
         metrics.append({"type": one.metric, "value": one.value, "name": f"{one.metric} ({', '.join(facts)})"})
     return [{"task": {"type": _TASK}, "dataset": {"name": dataset, "type": dataset}, "metrics": metrics}]
+
+
+def _conditions_section(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the section on conditions besides the class; [] without any."""
+    if not rows:
+        return []
+    head = ("name", "kind", "values", "input of the graph")[: len(rows[0])]
+    said = "Numbers are in the units of the source. None, NaN and an omitted condition leave it open"
+    graph = "; in the graph NaN, or -1 for a category, leaves it open" if len(rows[0]) == len(head) == 4 else ""
+    return [f"## Conditions\n\n{_table(head, rows)}\n\n{said}{graph}."]
 
 
 def _license_section(name: str) -> str:

@@ -39,8 +39,7 @@ from unfog.text import format_bytes, sanitize
 from unfog.training.precision import DTYPES
 from unfog.values.columns import CLASS
 from unfog.values.condition_format import ConditionFormat, Given
-from unfog.values.condition_grid import CellNames
-from unfog.values.guidance import passes, spell_guidance
+from unfog.values.condition_requests import CellNames, passes, spell_guidance
 from unfog.values.image_format import Size, are_pictures, to_pillow
 
 if TYPE_CHECKING:
@@ -195,6 +194,7 @@ class Run(LoadedRun):
         n: int = 16,
         *,
         label: Sequence[str | int] | str | int = (),
+        prompt: Sequence[str] | str | None = None,
         given: Mapping[str, object] | None = None,
         given_table: str | PathLike[str] | None = None,
         guide: Guide | None = None,
@@ -216,6 +216,7 @@ class Run(LoadedRun):
 
         Args:
             label: class names (text) or numbers (integers, from 0) that the images cycle through; () is all classes.
+            prompt: captions that the images cycle through, of a run on captions.
             given: conditions by the names of columns, such as {"age": [20, 30]}, in the units of the images' source;
                 a sequence is cycled through, and None hides it. {"class": "cat"} is the same as label="cat".
             given_table: file .csv, .tsv or .jsonl with conditions as columns, a sample for each row; n is its rows.
@@ -246,7 +247,9 @@ class Run(LoadedRun):
         run, samples = self.at_size(size), list[Pixels]()
         settings |= {"measure": measure, "observed": observed, "noise": noise}
         settings |= {"given_table": given_table}
-        prepared = run.prepare(n, label=label, given=given, guide=guide, image=image, mask=mask, **settings)
+        prepared = run.prepare(
+            n, label=label, prompt=prompt, given=given, guide=guide, image=image, mask=mask, **settings
+        )
         for numbers, batch in run.draw(prepared, observe):
             samples.append(batch)
             progress(numbers.stop)
@@ -270,6 +273,7 @@ class Run(LoadedRun):
         n: int = 16,
         *,
         label: Sequence[str | int] | str | int = (),
+        prompt: Sequence[str] | str | None = None,
         given: Mapping[str, object] | None = None,
         given_table: str | PathLike[str] | None = None,
         guide: Guide | None = None,
@@ -290,7 +294,7 @@ class Run(LoadedRun):
             request = _of_posterior(request, guide, image)
         conditions = self.config.conditions
         # An observed image may be of any class, which a network learns where labels are dropped at times.
-        asked = conditions.with_label(given, label)
+        asked = conditions.with_prompts(conditions.with_label(given, label), prompt)
         unconditional = measurement is not None and asked == {} and self.config.label_dropout > 0
         if measurement is not None and (given_table is not None or request.cells is not None):
             raise RequestError(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from unfog.errors import RequestError
-from unfog.values.condition_kinds import NUMBER_INPUTS, ColumnFacts, kind_of
 from unfog.values.conditions import Conditions
+
+if TYPE_CHECKING:
+    from unfog.values.condition_kinds import ColumnFacts
 
 _WAVES = (0.5, 1.0, 2.0, 4.0, 8.0)  # radians for each deviation of a number
 
@@ -90,15 +93,15 @@ class ColumnEmbedding(nn.Module):
 def column_inputs(columns: Sequence[ColumnFacts]) -> dict[str, slice]:
     """Return the places of each column, by its name, among the inputs of the linear layer of `ColumnEmbedding`."""
     places, end = dict[str, slice](), 0
-    for kind, each in _by_kind(columns).items():
+    for each in _by_kind(columns).values():
         for one in each:
-            start, end = end, end + kind_of(kind).inputs(one)
+            start, end = end, end + one.inputs
             places[one.name] = slice(start, end)
     return places
 
 
 def _by_kind(columns: Sequence[ColumnFacts]) -> dict[str, list[ColumnFacts]]:
-    return {name: [one for one in columns if kind_of(one.kind).name == name] for name in _POWER}
+    return {name: [one for one in columns if one.kind == name] for name in _POWER}
 
 
 def _one_hot(index: Tensor, size: int) -> Tensor:
@@ -115,7 +118,7 @@ def _with_flag(values: Tensor) -> Tensor:
 
 # Mean of the sum of the squares of the features of a column, by its kind: of a number itself and five waves.
 _POWER: dict[str, Callable[[ColumnFacts], float]] = {
-    "number": lambda facts: (NUMBER_INPUTS - 2) / 2 + 1,
+    "number": lambda facts: len(_WAVES) + 1.0,
     "category": lambda facts: 1.0,
     "several": lambda facts: max(1.0, len(facts.categories) / 2),
     "vector": lambda facts: len(facts.statistics) / 4,
@@ -124,7 +127,7 @@ _POWER: dict[str, Callable[[ColumnFacts], float]] = {
 
 def _scales(columns: Sequence[tuple[str, ColumnFacts]], balanced: bool) -> list[float]:
     """Return the factor of each input; see `ColumnEmbedding`."""
-    inputs = [kind_of(name).inputs(one) for name, one in columns]
+    inputs = [one.inputs for _, one in columns]
     powers = [_POWER[name](one) if balanced else sum(inputs) / len(columns) for name, one in columns]
     shares = [(sum(inputs) / len(columns) / power) ** 0.5 for power in powers]
     return [share for share, size in zip(shares, inputs) for _ in range(size)]

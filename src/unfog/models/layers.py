@@ -256,7 +256,7 @@ class ConditionalNetwork(nn.Module):
         if text is not None:
             hidden = self._add_text(hidden, text)
         if self.column_embedding is not None:
-            hidden = hidden + self.column_embedding(told, len(hidden), hidden.dtype)
+            hidden = hidden + self.column_embedding(told, hidden.shape[0], hidden.dtype)
         elif any(each is not None for each in told._replace(known=None, tokens=None)[2:]):
             raise RequestError("columns were given to a network without them; train with data.condition")
         if told.augment is None:

@@ -38,8 +38,8 @@ from unfog.training.settings import SamplingPrecision
 from unfog.values.colour_map import colour_table
 from unfog.values.columns import CLASS
 from unfog.values.condition_format import ConditionFormat, Given
+from unfog.values.condition_requests import GuidanceScale, passes, spell_guidance
 from unfog.values.conditions import NO_CONDITIONS, Conditions
-from unfog.values.guidance import GuidanceScale, passes, spell_guidance
 from unfog.values.image_format import channel_names, parse_view
 
 

@@ -16,6 +16,7 @@ from typing import Protocol
 from unfog.config.schema import Config, ImageFacts
 from unfog.config.toml import to_toml
 from unfog.data.buckets.prepare import BucketChoice, prepare_buckets
+from unfog.data.columns.captions import has_caption_files
 from unfog.data.columns.conditions import resolved_condition
 from unfog.data.dataset import Dataset
 from unfog.data.full_depth.choice import kept_line
@@ -129,7 +130,10 @@ def _read_source(
     begun = lost if lost is not None else {} if config.fingerprint else None
     policy = RemotePolicy(bytes_of(config.data.cache_limit), config.data.failed_shards, begun)
     with Progress("indexing (MB)", None) as progress:
-        source = open_source(config.source, stop.watching(progress), policy, config.data.axes, bool(config.fingerprint))
+        data = config.data
+        source = open_source(
+            config.source, stop.watching(progress), policy, data.axes, bool(config.fingerprint), data.slices
+        )
     for column in source.columns.values():
         kind_of(column.kind, column.name)  # an unknown kind raises here, before anything is decoded
     source.outage.on_wait = OutageNotice(stop, source.outage.patience)
@@ -206,6 +210,8 @@ def _report(config: Config, source: Source, dataset: Dataset, few: bool) -> None
     if source.found:
         say(f"  {source.found}")
     say(dataset.report.line())
+    if not config.data.condition and has_caption_files(source):
+        say("  text files lie beside the images, and are not used: --condition text learns them as captions")
     if dataset.placement and not few:
         say(f"  cache: {dataset.placement}")
     packed = type(source).decoded_dataset is not Source.decoded_dataset  # then the size was chosen long ago

@@ -37,7 +37,7 @@ def pack(request: PackRequest) -> Path:
     # Around the indexing too: the headers of remote shards take minutes.
     with StopSignals() as stop:
         with Progress("indexing (MB)", None) as progress:
-            source = open_source(request.source, stop.watching(progress), axes=data.axes)
+            source = open_source(request.source, stop.watching(progress), axes=data.axes, slices=data.slices)
         scan, _ = scan_source(source, data)
         for left_out in scan.warnings:
             warn(left_out)
@@ -70,7 +70,8 @@ def check_same_pack(found: Pack, scan: Scan) -> None:
     # 0 leaves a size open, which the finished pack has settled.
     same = same and all(getattr(asked, name) in (0, kept[name]) for name in ("size", "channels"))
     same = same and asked.range in ((), kept["range"]) and asked.clip == kept["clip"]
-    same = same and asked.axes == kept["axes"] and (asked.requested_dtype or asked.dtype) in (AUTO, kept["dtype"])
+    same = same and (asked.axes, asked.slices) == (kept["axes"], kept["slices"])
+    same = same and (asked.requested_dtype or asked.dtype) in (AUTO, kept["dtype"])
     same = same and (asked.background, asked.held_out) == (kept["background"], kept["held_out"])
     same = same and columns_digest(scan.columns) == found.manifest.get("columns_digest", "")
     same = same and (scan.labels is None) == (kept["labels"] == "none")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +20,10 @@ from unfog.config.schema import Config
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.errors import RequestError
 from unfog.evaluation.features import Features, open_features
+from unfog.evaluation.judge import Judge
+from unfog.evaluation.judged_kinds import ConditionScore, main_scores
 from unfog.inference.compare_images import Comparison
+from unfog.inference.obeyed_conditions import ConditionJudge, check_condition_metrics, in_parts, judged_columns
 from unfog.pipeline.build import build_network
 from unfog.pipeline.generate import GenerationSettings, cost_per_sample, proportional_given
 from unfog.planning.auto_settings import AutoSettings
@@ -40,16 +45,19 @@ _OVERFITTING = "overfitting"  # the kind of event
 _MIN_HELD_OUT = 8  # images; the gap to the training loss says little of fewer
 _PIXEL_METRIC = "sliced"  # compares pixels instead of features
 _PER_VALUE = 2500  # operations on a pixel value that take as long as those besides products and convolutions; measured
+_MOST_RECORDED = 20  # conditions whose own scores are in the record
 TRIAL_SAMPLES = 10  # of the dry run: the fewest that every metric accepts
 
 
 class _Costs(NamedTuple):
-    """FLOPs to generate a sample, to compute its features, and of the training; and the number of features."""
+    """FLOPs to generate a sample, to compute its features and judge it, and of the training; number of features."""
 
     sample: float
     features: float
     width: int
     training: float = 0.0
+    judge: float = 0.0
+    """FLOPs to train the judge of conditions, once."""
 
 
 def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) -> None:
@@ -70,6 +78,7 @@ def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) 
         raise RequestError(
             f"evaluate.metrics need at least {TRIAL_SAMPLES} training images, but there are only {len(images)}"
         )
+    check_condition_metrics(evaluate.metrics, auto.config.conditions)
     is_open = is_auto(evaluate, "samples", "reference", "metrics_every")
     has_fid = "fid" in evaluate.metrics
     if is_open or (has_fid and evaluate.metrics_every >= 0):
@@ -81,8 +90,8 @@ def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) 
 
 
 def _features_of(config: Config, device: torch.device) -> Features | None:
-    """Return the features of the metrics; None if all metrics are of values."""
-    if set(config.evaluate.metrics) <= {*config.evaluate.VALUES}:
+    """Return the features of the metrics; None if no metric compares any."""
+    if set(config.evaluate.metrics) <= {*config.evaluate.VALUES, config.evaluate.OBEYS}:
         return None
     return open_features(config.evaluate.features, device, only_known=True)
 
@@ -156,7 +165,7 @@ def _fit_to_budget(
     if is_auto(evaluate, "reference"):
         reference = max(MIN_SAMPLES, min(affordable, _MAX_REFERENCE))
     reference = min(images, reference)
-    left = allowed - reference * costs.features
+    left = allowed - reference * costs.features - costs.judge
     wanted = int(left / _TARGET_TIMES / max(costs.sample + costs.features, 1e-9))
     is_open = is_auto(evaluate, "samples")
     samples = max(MIN_SAMPLES, min(wanted, _MAX_SAMPLES)) if is_open else evaluate.samples
@@ -184,13 +193,18 @@ def _count_costs(config: Config, images: ImageSet, features: Features | None, de
             pixels = torch.from_numpy(np.ascontiguousarray(images.pixels[evenly_spaced(len(images), few)]))
             width = features(pixels).shape[1]
             extraction = measure_flops(lambda: features(pixels)) / len(pixels) + _PER_VALUE * pixels[0].numel()
+        judge, judged = 0.0, config.evaluate.OBEYS in config.evaluate.metrics
+        if judged:
+            own = Judge.untrained(judged_columns(config.conditions), config.image_format)
+            each = measure_flops(lambda: own.network(torch.zeros(1, config.image_format.channels, *own.grid)))
+            extraction, judge = extraction + each, 3.0 * each * own.images_seen(len(images))
         x, zeros = torch.zeros(few, *config.input_shape, device=device), torch.zeros(few, device=device)
         with torch.no_grad():
             told = config.conditions.blank(few).to(device)
             forward = measure_flops(lambda: network(x, zeros, told)) / few
     # A backward pass costs two forward passes. In 16 bits both take about two thirds of the time.
     passes = 3.0 if config.training.precision == "fp32" else 2.0
-    return _Costs(sample, extraction, width, passes * forward * config.training.images)
+    return _Costs(sample, extraction, width, passes * forward * config.training.images, judge)
 
 
 def _metric_flops(config: Config, samples: int, reference: int, width: int) -> float:
@@ -198,7 +212,7 @@ def _metric_flops(config: Config, samples: int, reference: int, width: int) -> f
     names, images = config.evaluate.metrics, samples + reference
     values = samples * config.image_format.count
     # Products of all pairs of images; covariances and their eigenvectors; projections of patches, which are sorted.
-    others = ("fid", _PIXEL_METRIC, *config.evaluate.VALUES)
+    others = ("fid", _PIXEL_METRIC, config.evaluate.OBEYS, *config.evaluate.VALUES)
     pairs = 4.0 * images**2 * width * len([name for name in names if name not in others])
     # All metrics of values read the samples and twice as many real images.
     of_values = 3 * _PER_VALUE * values * bool({*names} & {*config.evaluate.VALUES})
@@ -226,6 +240,10 @@ class EvaluationHook:
         if wanted:
             features = _features_of(config, context.device)
             self._compared = _comparison(config, dataset.of_one_size.train, features)
+
+    @cached_property
+    def _judge(self) -> ConditionJudge:
+        return ConditionJudge.open(self._config, self._dataset.of_one_size)
 
     def dry_run(self) -> None:
         """Compute the metrics of a few samples, so that errors surface early; there is nothing to record."""
@@ -274,7 +292,22 @@ class EvaluationHook:
             record |= {} if one.value is None else {name: one.value}
             record |= {} if one.error is None else {f"{name}_error": one.error}
             record |= {} if one.real_high is None else {f"{name}_real": one.real_high}
+        if self._config.evaluate.OBEYS in compared.metrics:
+            columns = self._config.conditions.columns_of(given, range(count))
+            record |= self._obeyed(self._judge.score(in_parts(pixels), columns))
         return record
+
+    def _obeyed(self, scores: Sequence[ConditionScore]) -> dict[str, float]:
+        """Return the mean score of all conditions, that of real images, and the score of each, for the record."""
+        name, main = self._config.evaluate.OBEYS, main_scores(scores)
+        if not main:
+            return {}
+        record = {name: sum(one.value for one in main) / len(main)}
+        if real := [one.real for one in main if one.real is not None]:
+            record[f"{name}_real"] = sum(real) / len(real)
+        # Trackers take no other characters in names.
+        named = [(re.sub(r"[^\w.-]", "_", one.condition), one.value) for one in main[:_MOST_RECORDED]]
+        return {f"{name}_{condition}": value for condition, value in named} | record
 
     def _check_overfitting(self, step: int, measured: dict[str, Any]) -> Finding | None:
         """Return the finding of `unfog doctor RUN` if it is a warning, once in a run, as of this evaluation."""

@@ -20,7 +20,15 @@ from unfog.reporting.records import SESSION_STARTS, Row, drop_undone_events, jso
 from unfog.serve.child_processes import command_text
 from unfog.serve.controls import remedy_settings, run_commands, setting_words
 from unfog.serve.metric_columns import Sample, parse_lines
-from unfog.serve.run_files import checkpoint_steps, numbered_files, plain_settings, read_json, read_settings, stat_of
+from unfog.serve.run_files import (
+    checkpoint_steps,
+    conditions_of,
+    numbered_files,
+    plain_settings,
+    read_json,
+    read_settings,
+    stat_of,
+)
 from unfog.serve.runs import RunEntry
 from unfog.text import sanitize
 
@@ -37,7 +45,8 @@ def run_detail(run: RunEntry, result: Path | None = None, sample: Sample | None 
     `result` is the folder of the newest check of it that the page has started.
     """
     columns, rows = (run.columns, run.columns.rows) if sample is None else sample
-    settings, events = run.unchanged("config.toml", lambda: read_settings(run.path)), drop_undone_events(run.events)
+    read = lambda: (read_settings(run.path), _conditions(run.path))  # noqa: E731
+    (settings, conditions), events = run.unchanged("config.toml", read), drop_undone_events(run.events)
     changed = {
         name: [_defaults().get(name), value]
         for name, value in settings.items()
@@ -60,6 +69,7 @@ def run_detail(run: RunEntry, result: Path | None = None, sample: Sample | None 
         "best": run.status.best_step if run.status else None,
         "ema": _ema(run.path, settings),
         "classes": [sanitize(str(name)) for name in classes] if isinstance(classes, list) else [],
+        "conditions": conditions,
         "evaluations": run.unchanged("evaluations", lambda: _evaluations(run.path)),
         "counts": {kind: sum(row.get("kind") == kind for row in events) for kind in ("step_refused", "rolled_back")},
         "findings": read_findings(run.path, result),
@@ -68,6 +78,16 @@ def run_detail(run: RunEntry, result: Path | None = None, sample: Sample | None 
         "commands": run_commands(run.path),
     }
     return dict(json_values(detail))
+
+
+def _conditions(run: Path) -> list[dict[str, Any]]:
+    """Return name, kind, categories and ranges of each condition of a run besides the class, for its field."""
+    found = []
+    for one in conditions_of(run).columns:
+        size = len(one.statistics) // 4
+        low, high = one.statistics[2 * size : 3 * size], one.statistics[3 * size :]
+        found.append({"name": one.name, "kind": one.kind, "categories": list(one.categories), "low": low, "high": high})
+    return found
 
 
 def new_events(run: RunEntry, start: int) -> dict[str, Any]:

@@ -34,6 +34,8 @@ from unfog.process.heartbeat import Heartbeat
 from unfog.reporting.image_grids import MOST_PIXELS, read_png
 from unfog.reporting.records import finite_number, flatten
 from unfog.text import without_secrets
+from unfog.values.condition_format import ConditionFormat
+from unfog.values.condition_kinds import ColumnFacts
 
 T = TypeVar("T")
 
@@ -106,10 +108,26 @@ def saved_values(run: Path, metric: str) -> list[tuple[float, int]]:
 
 def read_settings(run: Path) -> dict[str, Any]:
     """Return the settings of config.toml by dotted name, without passwords of URLs; {} if it cannot be read."""
+    return plain_settings(_config(run))
+
+
+def _config(run: Path) -> dict[str, Any]:
     try:
-        return plain_settings(tomllib.loads(read_file(run / "config.toml", run, _LARGEST_CONFIG).decode("utf-8-sig")))
+        return tomllib.loads(read_file(run / "config.toml", run, _LARGEST_CONFIG).decode("utf-8-sig"))
     except _UNREADABLE:
         return {}
+
+
+def conditions_of(run: Path) -> ConditionFormat:
+    """Return the columns of a run, without its classes; none if its configuration does not have them."""
+    with suppress(RequestError, TypeError, ValueError, KeyError, AttributeError):  # somebody else may have written it
+        return ConditionFormat(columns=tuple(_column(one) for one in _config(run).get("columns", ())))
+    return ConditionFormat()
+
+
+def _column(one: Mapping[str, Any]) -> ColumnFacts:
+    names, statistics = (tuple(one.get(name, ())) for name in ("categories", "statistics"))
+    return ColumnFacts(str(one["name"]), str(one["kind"]), tuple(map(str, names)), tuple(map(float, statistics)))
 
 
 def read_source(run: Path) -> str:

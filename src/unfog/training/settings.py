@@ -343,12 +343,15 @@ class Evaluate:
 
     VALUES: ClassVar[tuple[str, ...]] = ("spectrum", "histogram", "correlation")
     """Metrics of samples with any channels and values; all others of `DRAWN` are of pictures of 8 bits."""
+    OBEYS: ClassVar[str] = "obeys"
+    """Whether samples have the conditions that were asked, by a judge; of runs with conditions."""
     DRAWN: ClassVar[tuple[str, ...]] = (
         *("fid", "kid", "precision", "recall", "density", "coverage", "sliced"),
         *VALUES,
+        OBEYS,
     )
     """Metrics that need samples."""
-    HIGHER: ClassVar[tuple[str, ...]] = ("precision", "recall", "density", "coverage")
+    HIGHER: ClassVar[tuple[str, ...]] = ("precision", "recall", "density", "coverage", OBEYS)
     """Metrics that are better when higher."""
 
     every: int = setting(0, auto=0)
@@ -358,8 +361,8 @@ class Evaluate:
     levels: int = setting(8, at_least=1, at_most=1000, affects="held_out_loss")
     """Noise levels, at equal quantiles of the training distribution."""
     metrics: tuple[str, ...] = ()
-    """Metrics of samples: kid, fid, precision, recall, density, coverage, sliced, or of any values spectrum,
-    histogram, correlation, with commas between."""
+    """Metrics of samples: kid, fid, precision, recall, density, coverage, sliced; of any values spectrum, histogram,
+    correlation; obeys, whether samples have their conditions. With commas between."""
     features: str = setting("texture", affects="samples")
     """Features that the metrics compare: texture, pixels (coarser), or inception, which needs its file."""
     samples: int = setting(0, auto=0, affects="samples")

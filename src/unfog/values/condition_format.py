@@ -10,11 +10,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from unfog.errors import RequestError
 from unfog.text import suggest
 from unfog.values.columns import CLASS, Column
-from unfog.values.condition_grid import MOST_CELLS, CellNames, ConditionGrid, axis_values
 from unfog.values.condition_kinds import ColumnFacts, Span, kind_of
-from unfog.values.guidance import GuidanceScale, Weights, in_turn
+from unfog.values.condition_requests import (
+    MOST_CELLS,
+    CellNames,
+    ConditionGrid,
+    GuidanceScale,
+    Weights,
+    axis_values,
+    in_turn,
+)
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -32,13 +40,16 @@ _MOST_CONCERNS = 3  # lines on values of one column
 _LONGEST_CYCLE = 1000  # names of samples that columns of different lengths have together
 
 
-def conditions_of(columns: Iterable[Column]) -> Conditions:
-    """Return the conditions of B images from their columns, with values [B, …], on the CPU."""
+def conditions_of(columns: Iterable[Column], turn: NDArray[np.int64] | None = None) -> Conditions:
+    """Return the conditions of B images from their columns, with values [B, …], on the CPU.
+
+    `turn` [B] picks one of several captions of each image; None picks the first.
+    """
     from unfog.values.conditions import Conditions
 
     parts: dict[str, list[NDArray[Any]]] = {}
     for column in sorted(columns, key=lambda each: each.name):
-        parts.setdefault(column.kind, []).append(column.values)
+        parts.setdefault(column.kind, []).append(kind_of(column.kind).pick(column.values, turn))
     kinds = ((kind_of(name), values) for name, values in parts.items())
     return Conditions(**{kind.field: kind.tensor(values) for kind, values in kinds})
 
@@ -64,6 +75,8 @@ class ConditionFormat:
         names = [one.name for one in self.columns]
         if CLASS in names or len({*names}) < len(names):
             raise RequestError(f"columns = {', '.join(names)} must have other names than {CLASS}, and each its own")
+        if len(texts := [one.name for one in self.columns if one.kind == TEXT]) > 1:
+            raise RequestError(f"columns {' and '.join(texts)} are captions, and a run has one such column")
 
     @classmethod
     def numbered(cls, classes: int = 0, augment_inputs: int = 0) -> ConditionFormat:
@@ -97,10 +110,11 @@ class ConditionFormat:
     @property
     def spans(self) -> tuple[Span, ...]:
         """Places of the values of each condition in `Conditions`, the class first; () without other columns."""
-        return tuple(self._places.values()) if self.columns else ()
+        return tuple(self.places.values()) if self.columns else ()
 
     @property
-    def _places(self) -> dict[str, Span]:
+    def places(self) -> dict[str, Span]:
+        """Place of the values of each condition in `Conditions` by its name, the class first."""
         places, ends = dict[str, Span](), dict[str, int]()
         for one in self.facts:
             kind = kind_of(one.kind)
@@ -117,12 +131,12 @@ class ConditionFormat:
         if not isinstance(scale, tuple):
             return scale
         for name, _ in scale:
-            if name not in self._places:
+            if name not in self.places:
                 raise RequestError(f"guidance of {name!r:.60}, which {self._unknown(name)}")
         told = in_turn(scale)
         if not told:
             return 1.0
-        if len(told) == 1 and {*told[0][1]} == {*self._places}:
+        if len(told) == 1 and {*told[0][1]} == {*self.places}:
             return told[0][0]  # all conditions in one turn: the same as one number
         return tuple((name, weight) for weight, names in told for name in names)
 
@@ -131,7 +145,7 @@ class ConditionFormat:
 
         The first estimate is that with the conditions of weight 1 alone. Conditions of weight 0 are hidden in all.
         """
-        places, told = self._places, in_turn(weights)
+        places, told = self.places, in_turn(weights)
         hidden = [name for _, names in told for name in names]
         made = [(1.0, tuple(places[name] for name in hidden))]
         for weight, names in told:
@@ -278,6 +292,17 @@ class ConditionFormat:
             raise RequestError(f"label = {words[0]!r}, but this run has no classes; omit --label")
         return {**given, CLASS: words}
 
+    def with_prompts(self, given: Mapping[str, object], prompts: object) -> Mapping[str, object]:
+        """Return the requested conditions, with captions that samples cycle through. None and () request nothing."""
+        words = [] if prompts is None else _words(prompts)
+        if not words or not isinstance(given, Mapping):  # `parse` refuses the latter
+            return given
+        if self.text is None:
+            raise RequestError("a prompt needs a run that learned captions, by --condition text; omit it")
+        if self.text.name in given:
+            raise RequestError(f"prompt and given {self.text.name!r} are the same; give one of them")
+        return {**given, self.text.name: words}
+
     def read_words(self, words: Iterable[str]) -> dict[str, object]:
         """Parse the conditions of a command line, such as "age=60" or "class=cat,dog"."""
         known, given = self._facts_by_name, dict[str, object]()
@@ -287,25 +312,31 @@ class ConditionFormat:
                 raise RequestError(f"given {word!r} must be NAME=VALUE, or NAME=VALUE,VALUE to cycle through values")
             if name in given:
                 raise RequestError(f"given {name!r} comes twice; separate its values by commas: {name}=VALUE,VALUE")
-            # A comma may be part of the name of a category.
-            given[name] = [text] if name in known and text in known[name].categories else text.split(",")
+            # A comma may be part of the name of a category, and of a caption.
+            whole = name in known and (known[name].kind == TEXT or known[name].has(text))
+            given[name] = [text] if whole else text.split(",")
         return given
 
     def rows(self, columns: Iterable[Column], rows: Any) -> Given:
         """Return the conditions of the images at these rows. Columns that the run does not have are left out."""
         known = self._facts_by_name
-        return tuple((one.name, tuple(one.values[rows].tolist())) for one in columns if one.name in known)
+        picked = ((one.name, kind_of(one.kind).pick(one.values[rows], None)) for one in columns if one.name in known)
+        return tuple((name, tuple(values.tolist())) for name, values in picked)
 
     def names(self, given: Given, count: int) -> list[str]:
-        """Return names that samples cycle through: the class alone, or all conditions, such as "age=60 class=cat"."""
+        """Return names that samples cycle through: the class alone, or all conditions, such as "age=60 class=cat".
+
+        A caption is without the name of its column.
+        """
         facts = self._facts_by_name
+        named = {one.name for one in self.facts if one.kind != TEXT} if self.columns else ()
         lengths = [len(values) for _, values in given] or [0]
         cycle = min(math.lcm(*lengths), max(*lengths, count, _LONGEST_CYCLE))
 
         def name(i: int) -> str:
             each = ((facts[one], values[i % len(values)]) for one, values in given)
             shown = [(one.name, kind_of(one.kind).show(one, value)) for one, value in each]
-            return " ".join(f"{one}={text}" if self.columns else text for one, text in shown if text)
+            return " ".join(f"{one}={text}" if one in named else text for one, text in shown if text)
 
         return [name(i) for i in range(cycle)]
 

@@ -5,23 +5,35 @@ A new kind is a class here and in `KINDS`, a field of `Conditions`, and a part o
 
 from __future__ import annotations
 
+import hashlib
 import math
-import unicodedata
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from unfog.errors import RequestError
-from unfog.text import suggest, valid_text
+from unfog.text import suggest
 from unfog.values.columns import CLASS, Column, name_problem
+from unfog.values.condition_words import (
+    SHOWN,
+    check_statistics,
+    composed,
+    number_of,
+    read_category,
+    read_number,
+    some,
+    split_several,
+    statistics_of,
+)
+from unfog.values.tokenizer import BYTES, MOST_TOKENS, tokenizer_of
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
-_SHOWN = 5  # categories of a column in a message
 Span: TypeAlias = tuple[str, int, int]
 """(a field of `Conditions`, first of its values, and the one after the last) of a column."""
 
@@ -44,13 +56,23 @@ class ColumnFacts:
             kind_of(self.kind, self.name).check(self)
 
     def __str__(self) -> str:
-        of = f" of {', '.join(self.categories[:_SHOWN])}{', ...' * (len(self.categories) > _SHOWN)}"
-        return f"{self.name} ({self.kind}{of * bool(self.categories)})"
+        of = kind_of(self.kind, self.name).summary(self)
+        return f"{self.name} ({self.kind}{f' of {of}' if of else ''})"
 
     @property
     def identity(self) -> tuple[str, str, tuple[str, ...], int]:
         """All but the values of the statistics: equal for one column of two sets of images."""
         return self.name, self.kind, self.categories, len(self.statistics)
+
+    def has(self, text: str) -> bool:
+        """Return True if a text is one value of the column, made of names of its categories."""
+        names = split_several(text) if self.kind == SeveralKind.name else [text]
+        return bool(names) and all(name in self.categories for name in names)
+
+    @property
+    def inputs(self) -> int:
+        """Number of inputs of the layer that embeds the column: see `ConditionKind.inputs`."""
+        return kind_of(self.kind).inputs(self)
 
 
 class ConditionKind:
@@ -81,9 +103,17 @@ class ConditionKind:
 
         return np.ones(len(values), bool)
 
+    def summary(self, facts: ColumnFacts) -> str:
+        """Describe the categories for people, in a few words."""
+        return f"{', '.join(facts.categories[:SHOWN])}{', ...' * (len(facts.categories) > SHOWN)}"
+
     def evidence(self, facts: ColumnFacts) -> str:
         """Describe the values for people, such as "20 to 89"."""
         return f"{len(facts.categories)} of them"
+
+    def pick(self, values: NDArray[Any], turn: NDArray[np.int64] | None) -> NDArray[Any]:
+        """Return values [B, …] with one of several that an image has: that of its `turn` [B], by default the first."""
+        return values
 
     def concern(self, facts: ColumnFacts, value: Any) -> str:
         """Return why samples of this value may be poor; "" if the training images have such values."""
@@ -137,10 +167,10 @@ class ClassKind(ConditionKind):
     def parse(self, facts: ColumnFacts, word: object) -> int:
         """Return a label. An integer is the number of a class, a text its name or, if no name is one, a number."""
         classes, label = facts.categories, -1
-        text = _composed(word)
+        text = composed(word)
         if not isinstance(word, bool) and isinstance(word, Integral):
             label = int(word)
-        elif (named := _number_of(word, classes)) is not None:
+        elif (named := number_of(word, classes)) is not None:
             label = named
         elif text.isdecimal() and not any(name.isdecimal() for name in classes):
             label = int(text)
@@ -165,10 +195,10 @@ class NumberKind(ConditionKind):
     field = "numbers"
 
     def check(self, facts: ColumnFacts) -> None:
-        _check_statistics(facts, 1)
+        check_statistics(facts, 1)
 
     def facts(self, column: Column) -> ColumnFacts:
-        return ColumnFacts(column.name, column.kind, statistics=_statistics(column.name, column.values[:, None]))
+        return ColumnFacts(column.name, column.kind, statistics=statistics_of(column.name, column.values[:, None]))
 
     def inputs(self, facts: ColumnFacts) -> int:
         return NUMBER_INPUTS
@@ -193,7 +223,7 @@ class NumberKind(ConditionKind):
         return values[:, 0]
 
     def parse(self, facts: ColumnFacts, word: object) -> float:
-        return _number(facts, word)
+        return read_number(facts, word)
 
     def usual(self, facts: ColumnFacts) -> tuple[float, ...]:
         return (math.nan,)
@@ -240,14 +270,14 @@ class CategoryKind(_CategoriesKind):
         return np.asarray(values >= 0)
 
     def evidence(self, facts: ColumnFacts) -> str:
-        return f"{len(facts.categories)} values: {_some(facts.categories)}"
+        return f"{len(facts.categories)} values: {some(facts.categories)}"
 
     def argument(self, facts: ColumnFacts, values: Tensor) -> Tensor:
         """Return int64 [B]; the number of categories where it is not known or hidden, as for an embedding."""
         return values[:, 0].masked_fill(values[:, 0] < 0, len(facts.categories))
 
     def parse(self, facts: ColumnFacts, word: object) -> int:
-        return _category(facts, word)
+        return read_category(facts, word)
 
     def usual(self, facts: ColumnFacts) -> tuple[int, ...]:
         return (-1,)
@@ -278,12 +308,12 @@ class SeveralKind(_CategoriesKind):
         return np.asarray(values[:, 0] >= 0)
 
     def evidence(self, facts: ColumnFacts) -> str:
-        return f"any of {len(facts.categories)}: {_some(facts.categories)}"
+        return f"any of {len(facts.categories)}: {some(facts.categories)}"
 
     def parse(self, facts: ColumnFacts, word: object) -> tuple[int, ...]:
         """Return 0 or 1 for each category. A text has names between semicolons: ";" is none of them."""
         words = split_several(word) if isinstance(word, str) else [*word] if isinstance(word, Iterable) else [word]
-        chosen = {_category(facts, each) for each in words}
+        chosen = {read_category(facts, each) for each in words}
         return tuple(int(i in chosen) for i in range(len(facts.categories)))
 
     def usual(self, facts: ColumnFacts) -> tuple[tuple[int, ...], ...]:
@@ -301,10 +331,10 @@ class VectorKind(ConditionKind):
     field = "vectors"
 
     def check(self, facts: ColumnFacts) -> None:
-        _check_statistics(facts, len(facts.statistics) // 4)
+        check_statistics(facts, len(facts.statistics) // 4)
 
     def facts(self, column: Column) -> ColumnFacts:
-        return ColumnFacts(column.name, column.kind, statistics=_statistics(column.name, column.values))
+        return ColumnFacts(column.name, column.kind, statistics=statistics_of(column.name, column.values))
 
     def inputs(self, facts: ColumnFacts) -> int:
         return self.width(facts) + 1
@@ -334,10 +364,10 @@ class VectorKind(ConditionKind):
         size = self.width(facts)
         if len(words) != size:
             raise RequestError(
-                f"{facts.name} = {_composed(word)[:60]} has {len(words)} numbers, and a vector here has {size}; give "
+                f"{facts.name} = {composed(word)[:60]} has {len(words)} numbers, and a vector here has {size}; give "
                 f"{facts.name}='{';'.join(['0'] * min(size, 3))}{';…' * (size > 3)}', in Python a list of lists"
             )
-        return tuple(_number(facts, each) for each in words)
+        return tuple(read_number(facts, each) for each in words)
 
     def usual(self, facts: ColumnFacts) -> tuple[tuple[float, ...], ...]:
         return ((math.nan,) * self.width(facts),)
@@ -355,12 +385,101 @@ class VectorKind(ConditionKind):
         return ""
 
 
+class TextKind(ConditionKind):
+    """A caption as its tokens, int [N, L]; -1 after its end, and all of them -1 where it is not known.
+
+    [N, K, L] are up to K captions of each image, those that it has first.
+    The categories of its facts are the merges of its `Tokenizer`, and the statistics the size of the vocabulary and L.
+    """
+
+    name = "text"
+    field = "tokens"
+
+    def check(self, facts: ColumnFacts) -> None:
+        right = False
+        with suppress(ValueError, OverflowError):
+            vocabulary, length = map(int, facts.statistics)
+            whole = all(each == int(each) for each in facts.statistics) and 1 <= length <= LONGEST_TEXT
+            right = whole and vocabulary == tokenizer_of(facts.categories).vocabulary <= MOST_TOKENS
+        if right:
+            return
+        raise RequestError(
+            f"column {facts.name!r} of kind text needs the merges of its tokens, their number and 1 to {LONGEST_TEXT} "
+            "tokens a caption; start a new run, which finds them"
+        )
+
+    def facts(self, column: Column) -> ColumnFacts:
+        sizes = tokenizer_of(column.categories).vocabulary, column.values.shape[-1]
+        return ColumnFacts(column.name, column.kind, column.categories, tuple(map(float, sizes)))
+
+    def inputs(self, facts: ColumnFacts) -> int:
+        return 0  # a text has layers of its own
+
+    def summary(self, facts: ColumnFacts) -> str:
+        digest = hashlib.sha256("\n".join(facts.categories).encode()).hexdigest()
+        return f"{facts.statistics[0]:,.0f} tokens, {digest[:8]}"
+
+    def width(self, facts: ColumnFacts) -> int:
+        return int(facts.statistics[1])
+
+    def known(self, values: NDArray[Any]) -> NDArray[np.bool_]:
+        import numpy as np
+
+        return np.asarray(self.pick(values, None)[:, 0] >= 0)
+
+    def pick(self, values: NDArray[Any], turn: NDArray[np.int64] | None) -> NDArray[Any]:
+        import numpy as np
+
+        if values.ndim == 2 or turn is None:
+            return values if values.ndim == 2 else values[:, 0]
+        count = (values[:, :, 0] >= 0).sum(1)
+        return np.asarray(values[np.arange(len(values)), turn % np.maximum(count, 1)])
+
+    def tensor(self, columns: Sequence[NDArray[Any]]) -> Tensor:
+        import numpy as np
+        import torch
+
+        (tokens,) = columns
+        return torch.from_numpy(np.asarray(tokens, np.int64))
+
+    def evidence(self, facts: ColumnFacts) -> str:
+        vocabulary, length = map(int, facts.statistics)
+        return f"captions of up to {length} tokens, in {vocabulary - BYTES:,} words or parts of words, and bytes"
+
+    def parse(self, facts: ColumnFacts, word: object) -> tuple[int, ...]:
+        """Return the tokens of a prompt; "" is one that is not told. RequestError if it is too long, or no text."""
+        if not isinstance(word, str):
+            raise RequestError(f"{facts.name} = {word!r:.60} must be a text, such as 'a red heart'")
+        tokenizer, length = tokenizer_of(facts.categories), self.width(facts)
+        tokens = tokenizer.encode(word)
+        if len(tokens) > length:
+            fits = tokenizer.decode(tokens[:length])
+            raise RequestError(
+                f"a prompt of {len(tokens):,} tokens is longer than the {length} of this run; shorten it: what fits is "
+                f"{fits[-60:]!r}"
+            )
+        return (*tokens, *[-1] * (length - len(tokens)))
+
+    def usual(self, facts: ColumnFacts) -> tuple[tuple[int, ...], ...]:
+        return ((-1,) * self.width(facts),)
+
+    def show(self, facts: ColumnFacts, value: Sequence[int]) -> str:
+        return tokenizer_of(facts.categories).decode(value)
+
+    def concern(self, facts: ColumnFacts, value: Sequence[int]) -> str:
+        words = tokenizer_of(facts.categories).split_words(self.show(facts, value)) if facts.categories else []
+        rare = "or not at all, in the captions that the run was trained on"
+        return f"{', '.join(map(repr, words[:SHOWN]))}: seldom, {rare}; samples may not show it" * bool(words)
+
+
 NUMBER_INPUTS = 12
 """Inputs of the layer for each number: itself, waves of it, and whether it is not known."""
-MOST_CATEGORIES, MOST_NUMBERS = 1000, 512
-"""Largest number of categories of a column, and of numbers of a vector."""
+LONGEST_TEXT = 512
+"""Most tokens of a caption that a run may have."""
+MOST_CATEGORIES = 1000
+"""Largest number of categories of a column."""
 KINDS: dict[str, ConditionKind] = {
-    kind.name: kind for kind in (ClassKind(), NumberKind(), CategoryKind(), SeveralKind(), VectorKind())
+    kind.name: kind for kind in (ClassKind(), NumberKind(), CategoryKind(), SeveralKind(), VectorKind(), TextKind())
 }
 
 
@@ -370,74 +489,3 @@ def kind_of(name: str, column: str = "") -> ConditionKind:
         of = f"column {column!r}: " if column else ""
         raise RequestError(f"{of}kind {name!r} of a condition is unknown{suggest(name, KINDS)}")
     return KINDS[name]
-
-
-def split_several(text: str) -> list[str]:
-    """Return the names of "red;round", without those that are empty."""
-    return [name.strip() for name in text.split(";") if name.strip()]
-
-
-def _composed(word: object) -> str:
-    # A word of a command line in a locale without UTF-8 is spelled as the name of a folder is.
-    return unicodedata.normalize("NFC", valid_text(str(word)))
-
-
-def _number_of(word: object, names: Sequence[str]) -> int | None:
-    """Return the number of the category of this name; None if there is none."""
-    if str(word) in names:
-        return names.index(str(word))
-    composed = [unicodedata.normalize("NFC", name) for name in names]
-    return composed.index(_composed(word)) if _composed(word) in composed else None
-
-
-def _category(facts: ColumnFacts, word: object) -> int:
-    found = _number_of(word, facts.categories)
-    if found is None:
-        text, names = _composed(word), facts.categories
-        near = suggest(text, names)
-        hint = near if "mean" in near else f"; give one of {_some(names)}"
-        raise RequestError(f"{facts.name} = {text[:60]!r} is not a value of this column{hint}")
-    return found
-
-
-def _number(facts: ColumnFacts, word: object) -> float:
-    try:
-        number = math.nan if isinstance(word, bool) else float(cast(Any, word))
-    except (TypeError, ValueError):
-        number = math.nan
-    if not abs(number) < 1e30:  # also of NaN; float32 ends at 3e38
-        size = len(facts.statistics) // 4
-        low, high = min(facts.statistics[2 * size : 3 * size]), max(facts.statistics[3 * size :])
-        raise RequestError(
-            f"{facts.name} = {_composed(word)[:60]!r} is not a number; it is {low:g} to {high:g} in the training images"
-        )
-    return number
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + ", …" * (len(names) > _SHOWN)
-
-
-def _statistics(name: str, values: NDArray[Any]) -> tuple[float, ...]:
-    """Return the means, deviations, least and largest of values [N, D] that are known, each [D], one after the other.
-
-    A number of a vector that never differs has the deviation 1. RequestError if all numbers are equal or unknown.
-    """
-    import numpy as np
-
-    values = np.asarray(values, np.float64)
-    known = values[np.isfinite(values).all(1)]
-    if not len(known) or (deviations := known.std(0)).max() <= 1e-12 * max(1e-300, np.abs(known).max()):
-        raise RequestError(f"column {name!r} has one value in all training images, or none; leave it out")
-    deviations = np.where(deviations > 0, deviations, 1.0)
-    return tuple(map(float, np.concatenate([known.mean(0), deviations, known.min(0), known.max(0)])))
-
-
-def _check_statistics(facts: ColumnFacts, size: int) -> None:
-    given = facts.statistics
-    right = 1 <= size <= MOST_NUMBERS and len(given) == 4 * size and all(map(math.isfinite, given))
-    if facts.categories or not right or not all(each > 0 for each in given[size : 2 * size]):
-        raise RequestError(
-            f"column {facts.name!r} of kind {facts.kind} needs 1 to {MOST_NUMBERS} numbers, and the mean, deviation, "
-            "least and largest of each; start a new run, which finds them"
-        )

@@ -5,7 +5,7 @@ A new kind of condition is a field here, a class in `condition_kinds`, and a par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -127,6 +127,17 @@ class Conditions(NamedTuple):
         if present is None or not spans:
             return self
         return self.dropped_each(present.new_ones(len(present), len(spans), dtype=torch.bool), spans)
+
+    def taking(self, spans: Iterable[Span], other: Conditions) -> Conditions:
+        """Return the conditions with the values at these places taken from other ones, of as many images."""
+        changed = dict[str, Tensor]()
+        for name, start, stop in spans:
+            mine, theirs = changed.get(name, getattr(self, name)), getattr(other, name)
+            if mine is None or theirs is None:
+                continue
+            whole = mine.ndim == 1
+            changed[name] = theirs if whole else torch.cat([mine[:, :start], theirs[:, start:stop], mine[:, stop:]], 1)
+        return self._replace(**changed)
 
     def label_or(self, null: int) -> Tensor | None:
         """Return the labels, int64 [B], with the number `null` for images whose class is hidden; None if absent."""

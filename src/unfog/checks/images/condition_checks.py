@@ -14,6 +14,7 @@ from unfog.reporting.findings import Finding, format_share
 from unfog.reporting.progress import plural
 from unfog.text import sanitize
 from unfog.values.columns import CLASS, Column, without_class
+from unfog.values.condition_format import TEXT
 from unfog.values.condition_kinds import kind_of
 
 _FEW, _MODEST = 20, 50  # images below which a category cannot be learned, and below which it hardly can
@@ -39,7 +40,7 @@ class _Comparable(NamedTuple):
 
 def check_conditions(train: ImageSet, held_out: ImageSet) -> list[Finding]:
     """Return the findings on the columns of the images; none without columns other than the class."""
-    columns = train.columns
+    columns = {name: column for name, column in train.columns.items() if column.kind != TEXT}  # see `caption_checks`
     others = without_class(columns)
     if not others or not len(train):
         return []

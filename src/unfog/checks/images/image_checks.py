@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.checks.images import dataset_checks
+from unfog.checks.images.caption_checks import check_captions
 from unfog.checks.images.condition_checks import check_conditions
 from unfog.checks.images.duplicate_checks import check_duplicates
 from unfog.checks.images.image_scan import BLANK_DEVIATION, ImageScan, Progress
@@ -66,6 +67,7 @@ def _run_checks(scan: ImageScan, config: Config, progress: Progress | None = Non
         said = f"brightness, colours and duplicates are checked of pictures of 8 bits, and these are {format}"
         return [
             *dataset_checks.check_dataset(scan, config),
+            *check_captions(scan.prepared.train, scan.prepared.held_out, config.data.flip),
             *check_conditions(scan.prepared.train, scan.prepared.held_out),
             _check_all_equal(scan),
             Finding("data.range", "fine", said),
@@ -74,6 +76,7 @@ def _run_checks(scan: ImageScan, config: Config, progress: Progress | None = Non
     equal, value_range = _check_all_equal(scan), _check_value_range(scan)
     found = [
         *dataset_checks.check_dataset(scan, config),
+        *check_captions(scan.prepared.train, scan.prepared.held_out, config.data.flip),
         *check_conditions(scan.prepared.train, scan.prepared.held_out),
         equal,
         value_range,

@@ -10,11 +10,14 @@ from unfog.config.requests.sample import check_at_least_one, check_one_checkpoin
 from unfog.errors import RequestError
 from unfog.settings import argument, is_auto, setting
 from unfog.training.settings import Evaluate, SamplingPrecision, split_names
-from unfog.values.guidance import GuidanceScale
+from unfog.values.condition_requests import GuidanceScale
 from unfog.values.image_format import Size
 
 # Metrics of the held-out images, which need no samples.
-LOSSES = ("held_out", "bits")
+LOSSES = ("held_out", "bits", "worth")
+
+# Metrics of runs with conditions: whether samples have what was asked, and what each condition is worth.
+OBEYS, WORTH = Evaluate.OBEYS, "worth"
 
 # Metrics of images with any channels and values.
 VALUES = Evaluate.VALUES
@@ -34,8 +37,8 @@ class EvaluationRequest:
 
     metrics: tuple[str, ...] = setting((), metavar="M,M,…")
     """Any of fid, kid, precision, recall, density, coverage, sliced, detail, held_out, bits, fid_infinity; of any
-    channels and values spectrum, histogram, correlation. Default: those of pictures but bits and fid_infinity, or the
-    last three for other values; and held_out."""
+    channels and values spectrum, histogram, correlation; with conditions obeys, worth. Default: those of pictures but
+    bits and fid_infinity, or the three of any values; held_out; obeys and worth."""
     n: int = setting(0, auto=0)
     """Number of samples. Default: 1000 on a CPU, 10000 elsewhere."""
     features: str = setting("", auto="")
@@ -125,7 +128,10 @@ class EvaluateRequest(EvaluationRequest):
         """Raise RequestError if a setting needs a run, or is of samples that are not generated here."""
         drawn = DRAWN if self.is_of_images else ()
         check_usual(self, ("against", "weights", "checkpoint", "best", *drawn))
-        wrong = [*(name for name in LOSSES if name in self.metrics), *["held-out"] * (self.reference == "held-out")]
+        wrong = [
+            *(name for name in (*LOSSES, OBEYS) if name in self.metrics),
+            *["held-out"] * (self.reference == "held-out"),
+        ]
         if wrong:
             raise RequestError(
                 f"{wrong[0]} needs a run, and {self.run} is not one: it has no config.toml; leave it out"

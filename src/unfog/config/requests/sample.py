@@ -12,10 +12,11 @@ from unfog.config.spec_strings import SampleGrid
 from unfog.diffusion.noise import Grid
 from unfog.diffusion.sampler import Kind
 from unfog.errors import RequestError
+from unfog.files.safe_files import LARGEST_TEXT, read_file
 from unfog.settings import argument, setting
+from unfog.text import not_utf8
 from unfog.training.settings import SamplingPrecision
-from unfog.values.condition_grid import ConditionGrid
-from unfog.values.guidance import GuidanceScale
+from unfog.values.condition_requests import ConditionGrid, GuidanceScale
 from unfog.values.image_format import Size, parse_view
 
 _MODEL_FILES = ("config.json", "unet/config.json", "transformer/config.json", "model_index.json")
@@ -87,6 +88,7 @@ class SampleRequest(SamplingRequest):
     """Generate images from RUN: numbered PNGs and grid.png. The run knows its network, sampler and classes.
 
       unfog sample runs/photos --label cat -n 8                one class
+      unfog sample runs/emoji --prompt "a red heart" -n 8      what a caption says
       unfog sample runs/photos --image me.png --strength 0.4   variations of me.png
       unfog sample runs/photos --image me.png --mask mask.png  repaint the white part
       unfog sample runs/ct --measure a.py --observed y.npy     solve y = a(x) + noise
@@ -105,6 +107,10 @@ class SampleRequest(SamplingRequest):
     """Conditions by the names of columns, such as age=60, class=cat,dog; images cycle through several values."""
     given_table: Path | None = setting(None, metavar="TABLE")
     """A .csv, .tsv or .jsonl file with conditions as columns: an image for each row. Empty cells are not told."""
+    prompt: tuple[str, ...] = setting((), metavar="TEXT", see="docs/text.md")
+    """Captions to draw, such as "a red heart", of a run on captions; images cycle through several."""
+    prompts: Path | None = setting(None, metavar="FILE")
+    """Captions to draw, one a line."""
     guide: str | None = setting(None, metavar="auto|none|RUN[:STEP]")
     """Weaker network to guide away from: none, or this run's EMA at 30% of its steps (auto). Default: the run's."""
     guide_checkpoint: int | None = setting(None, metavar="STEP")
@@ -144,10 +150,29 @@ class SampleRequest(SamplingRequest):
         if (self.measure is None) != (self.observed is None):
             raise RequestError("an inverse problem needs both --measure FILE.py and --observed FILE.npy")
         check_one_checkpoint(self.best, self.checkpoint)
+        if self.prompt and self.prompts is not None:
+            raise RequestError(f"--prompt and --prompts {self.prompts} both give captions; give one of them")
         if self.guide is not None and self.guide_checkpoint is not None:
             raise RequestError(f"--guide {self.guide} and --guide-checkpoint both name a guide; give one of them")
         if (self.checkpoint or 0) < 0:
             raise RequestError(f"checkpoint = {self.checkpoint} must be at least 0")
+
+    def read_prompts(self) -> tuple[str, ...]:
+        """Return the captions to draw: those of `prompt`, or the lines of the file `prompts` that are not empty.
+
+        RequestError if the file cannot be read, or has no line.
+        """
+        if self.prompts is None:
+            return self.prompt
+        try:
+            text = read_file(self.prompts, self.prompts.parent, LARGEST_TEXT, follow=True).decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise RequestError(f"prompts = {self.prompts} {not_utf8(error)}") from None
+        except (OSError, ValueError) as error:
+            raise RequestError(f"prompts = {self.prompts} cannot be read ({error}); give a file of text") from None
+        if not (lines := tuple(line.strip() for line in text.split("\n") if line.strip())):
+            raise RequestError(f"prompts = {self.prompts} has no line with a caption; write one a line")
+        return lines
 
     def check_without_run(self) -> None:
         """Raise RequestError if a setting needs a run, or there is no folder to write to."""

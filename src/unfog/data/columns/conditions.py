@@ -8,47 +8,86 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from unfog.data.columns.captions import caption_column, caption_files
 from unfog.data.columns.kinds import column_of
 from unfog.data.dataset import Dataset
-from unfog.data.settings import Data, parse_condition
+from unfog.data.settings import TEXT_NAMES, Data, parse_condition
 from unfog.data.sources.base import LabelTable, Source
-from unfog.data.sources.label_tables import match_images, read_cells
+from unfog.data.sources.label_tables import MissingColumnError, match_images, read_cells
 from unfog.data.sources.labels import AUTO_TABLES, refuse_few_matches
 from unfog.errors import RequestError
 from unfog.text import sanitize, suggest
 from unfog.values.columns import CLASS, Column, without_class
+from unfog.values.condition_format import TEXT
 
 _Source = TypeVar("_Source", bound=Source)
 _Rows: TypeAlias = Mapping[str, tuple[Any, ...]]
 """File name -> its cells of the columns that are asked for."""
 
 
-def with_conditions(source: _Source, setting: str, warn: Callable[[str], None] = lambda line: None) -> _Source:
+def with_conditions(
+    source: _Source,
+    setting: str,
+    warn: Callable[[str], None] = lambda line: None,
+    training: Callable[[], NDArray[np.int64]] | None = None,
+) -> _Source:
     """Return the source with the columns that `data.condition` names, and no others but the class; "" changes nothing.
 
-    `warn` is called with a line on images without a row in the table.
+    Args:
+        source: the source.
+        setting: `data.condition`.
+        warn: called with a line on images without a row in the table, and on captions.
+        training: returns the indices of the training images, from which a tokenizer is learned; None for all images.
 
     Raises:
         RequestError: a column is nowhere, is of another kind, or is refused: see `column_of`; or the table names fewer
-            than half of the images, or other images for half of its rows.
+            than half of the images, or other images for half of its rows; or there are two columns of captions.
     """
     place, wanted = parse_condition(setting)
     if not wanted:
         return source
     found = {name: source.columns[name] for name in wanted if not place and name in source.columns}
-    if not place:
-        values = source.values_of([name for name in wanted if name not in found])
-        found |= {name: column_of(name, cells, source.names, wanted[name]) for name, cells in values.items()}
-    if rest := [name for name in wanted if name not in found]:
-        cells = _matched(source, *_read_table(source, place, rest), rest, warn)
-        found |= {name: column_of(name, cells[name], source.names, wanted[name]) for name in rest}
+    cells = _cells(source, place, [name for name in wanted if name not in found], warn)
+    for name, each in cells.items():
+        if wanted[name] == TEXT or (name in TEXT_NAMES and not wanted[name]):
+            rows = training or (lambda: np.arange(len(source.names)))
+            found[name] = caption_column(name, each, source.names, rows, warn)
+        else:
+            found[name] = column_of(name, each, source.names, wanted[name])
     for name, kind in wanted.items():
         _check_kind(found[name], kind)
+    if len(texts := [name for name in wanted if found[name].kind == TEXT]) > 1:
+        raise RequestError(f"condition = {setting}: {' and '.join(texts)} are captions, and a run has one such column")
     changed = copy.copy(source)  # as the source may be opened for other settings as well
     changed.columns = {name: column for name, column in source.columns.items() if name == CLASS} | found
     if not place and source.label_column in wanted:  # a label is one of the conditions, and no class as well
         changed.classes, changed.labels = (), None
     return changed
+
+
+def _cells(source: Source, place: str, names: Sequence[str], warn: Callable[[str], None]) -> dict[str, Sequence[Any]]:
+    """Return the cell of each image in each column: of the source, of a table, or of the text files beside the images.
+
+    RequestError if a column is nowhere, or the table does not fit the images.
+    """
+    found: dict[str, Sequence[Any]] = {} if place or not names else dict(source.values_of(names))
+    if not (rest := [name for name in names if name not in found]):
+        return found
+    try:
+        return found | _matched(source, *_read_table(source, place, rest), rest, warn)
+    except MissingColumnError:
+        captions = [name for name in rest if name in TEXT_NAMES]
+        if place or len(captions) != 1:
+            raise
+        # Members of shards are values of the name of their suffix.
+        files = source.values_of(["txt"]).get("txt") or caption_files(source, warn)
+        if files is None:
+            raise
+    others = [name for name in rest if name not in captions]
+    return found | {captions[0]: files} | _cells(source, place, others, warn)
 
 
 def resolved_condition(setting: str) -> str:
@@ -102,9 +141,10 @@ def _read_table(source: Source, place: str, names: Sequence[str]) -> tuple[Label
     if not tables:
         has = [*without_class(source.columns), *source.value_names()]
         told = f"it has {', '.join(map(sanitize, has[:12]))}; or " if has else ""
-        raise RequestError(
+        files = " and no text files beside the images" * any(name in TEXT_NAMES for name in names)
+        raise MissingColumnError(
             f"condition = {', '.join(map(sanitize, names))}: {sanitize(source.name)} has no such column, and no "
-            f"metadata.csv, .jsonl or .parquet; {told}give a table with a row for each image: --condition "
+            f"metadata.csv, .jsonl or .parquet{files}; {told}give a table with a row for each image: --condition "
             f"TABLE.csv:{','.join(map(sanitize, names))}"
         )
     errors = list[RequestError]()

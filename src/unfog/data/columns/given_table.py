@@ -13,7 +13,7 @@ from unfog.data.sources.label_tables import FILE_COLUMNS, LABEL_COLUMNS, column_
 from unfog.errors import RequestError
 from unfog.text import sanitize
 from unfog.values.columns import CLASS
-from unfog.values.condition_format import ConditionFormat
+from unfog.values.condition_format import TEXT, ConditionFormat
 from unfog.values.condition_kinds import ColumnFacts, kind_of
 
 MOST_ROWS = 1_000_000
@@ -87,7 +87,7 @@ def _check_names(
 def _word(said: str, row: int, facts: ColumnFacts, cell: Any) -> object:
     """Return a cell as `ConditionFormat.parse` takes it. RequestError, with the number of the row, if it is invalid."""
     value: object = cell_value(cell)
-    if facts.categories:
+    if facts.categories and facts.kind != TEXT:
         value = (
             [normalize_label(one) or one for one in value]
             if isinstance(value, tuple)

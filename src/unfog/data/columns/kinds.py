@@ -17,7 +17,8 @@ from unfog.data.sources.label_tables import normalize_label
 from unfog.errors import RequestError
 from unfog.text import sanitize
 from unfog.values.columns import Column
-from unfog.values.condition_kinds import MOST_CATEGORIES, MOST_NUMBERS, split_several
+from unfog.values.condition_kinds import MOST_CATEGORIES
+from unfog.values.condition_words import MOST_NUMBERS, split_several
 
 _EMPTY = frozenset(["", "na", "n/a", "nan", "null"])
 # Texts of which fewer than two images have each cannot be categories, from so many different ones on.
@@ -213,7 +214,10 @@ def _check_names(
         raise _refused(name, f"holds names of files, such as {_shown(next(iter(counts)))}")
     if len(counts) > max(_FEW, _UNIQUE * known) or len(counts) > MOST_CATEGORIES:
         few = "most of which no two images share" if len(counts) > _UNIQUE * known else f"over {MOST_CATEGORIES:,}"
-        raise _refused(name, f"has {len(counts):,} different values for {known:,} images, {few}; group them")
+        raise RequestError(
+            f"the column {sanitize(name)} has {len(counts):,} different values for {known:,} images, {few}, and cannot "
+            f"be a category; if these are captions, take {sanitize(name)}:text, else group them"
+        )
 
 
 def _sorted(counts: Counter[str]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.data.containers.hdf5_bounds import ChunkBounds
 from unfog.data.containers.source import ContainerSource, file_bytes, unreadable
 from unfog.data.containers.stored_array import Key, StoredArray, check_type, choose
 from unfog.data.sources.arrays import file_digest
@@ -87,19 +88,21 @@ def _open(h5py: Any, opened: Any, path: str, name: str) -> StoredArray:
             "new['x'] = old['x'][:]"
         )
     _check_filters(h5py, found, place)
+    bounds = ChunkBounds(h5py, found, place)
     shape, chunk = tuple(found.shape or ()), tuple(found.chunks or ())
     expected = math.prod(-(-length // part) for length, part in zip(shape, chunk)) if chunk else 1
     stored = int(found.id.get_num_chunks()) if chunk else int(found.id.get_storage_size() > 0)
     return StoredArray(
-        *(place, shape, found.dtype, chunk, file_bytes(path), (stored, expected), _reader(found)),
+        *(place, shape, found.dtype, chunk, file_bytes(path), (stored, expected), _reader(found, bounds)),
         names=_dimensions(h5py, found),
         attributes=_attributes(found),
         labels=_labels(h5py, opened, path, name, shape[:1]),
     )
 
 
-def _reader(dataset: Any) -> Any:
+def _reader(dataset: Any, bounds: ChunkBounds) -> Any:
     def read(key: Key) -> NDArray[Any]:
+        bounds.check(key)
         return np.asarray(dataset[key])
 
     return read

@@ -1,4 +1,4 @@
-"""Images in an array of a Zarr store, a folder of version 2 or 3: `file.zarr:ARRAY`. Needs zarr."""
+"""Images in an array of a Zarr store of version 2 or 3, a folder or a zip archive: `file.zarr:ARRAY`. Needs zarr."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.containers.source import ContainerSource, unreadable
+from unfog.data.containers.store_files import FolderFiles, StoreFiles, ZipFiles
 from unfog.data.containers.stored_array import Key, StoredArray, check_type, choose
-from unfog.data.sources.folder import files_digest
 from unfog.errors import RequestError, install_command
-from unfog.files.safe_files import read_file
 from unfog.text import sanitize
 
+_ZIP = ".zarr.zip"
 _MARKS = (".zarray", ".zgroup", "zarr.json")
 _METADATA = (*_MARKS, ".zattrs", ".zmetadata")
 _LARGEST_METADATA = 2**26  # bytes
@@ -36,31 +35,33 @@ _TYPES = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)")  
 
 
 class ZarrSource(ContainerSource):
-    """Images in an array of a Zarr store, which is a folder. Links in it are not followed."""
+    """Images in an array of a Zarr store, a folder or FILE.zarr.zip. Links in a folder are not followed."""
 
-    marks = re.compile(r"(.+\.zarr/?):(.+)", re.IGNORECASE)
+    suffixes = (_ZIP,)
+    marks = re.compile(r"(.+\.zarr(?:/|\.zip)?):(.+)", re.IGNORECASE)
 
     @classmethod
     def is_container(cls, path: str) -> bool:
-        return os.path.isdir(path) and any(os.path.isfile(os.path.join(path, mark)) for mark in _MARKS)
+        if os.path.isdir(path):
+            return any(os.path.isfile(os.path.join(path, mark)) for mark in _MARKS)
+        return super().is_container(path)
 
     @classmethod
     def open_array(cls, path: str, name: str) -> StoredArray:
-        root = Path(path)
-        if not name and not any((root / mark).is_file() for mark in (".zarray",)) and not _is_array(root):
-            name = choose(dict(_listed(root)), sanitize(path))
+        files = _files_of(path)
+        if not name and not _is_array(files):
+            name = choose(dict(_listed(files)), sanitize(path))
         if ".." in name.split("/"):
             raise RequestError(f"{sanitize(path)}:{sanitize(name)} leads out of the store; give the name of an array")
         place = sanitize(f"{path}:{name}" if name else path)
-        folder = root / name
         try:
-            described = _described(root, folder)
+            described = _described(files, name)
             if described is None:
-                listed = ", ".join([one for one, _ in _listed(root)][:8])
+                listed = ", ".join([one for one, _ in _listed(files)][:8])
                 raise RequestError(f"{sanitize(path)} has no array {sanitize(name)}; it has {listed or 'none'}")
             version, metadata, attributes = described
             _check_codecs(version, metadata, place)
-            return _open(root, name, place, version, metadata, attributes)
+            return _open(files, name, place, version, metadata, attributes)
         except (
             OSError,
             ValueError,
@@ -72,28 +73,29 @@ class ZarrSource(ContainerSource):
             raise unreadable(place, error, "restore the store, or write it anew") from None
 
     def stamp(self) -> tuple[str, int]:
-        folder = Path(self.path) / self.array_name
-        return files_digest(folder, sorted(_files(folder)))
+        return _files_of(self.path).stamp(self.array_name)
+
+
+def _files_of(path: str) -> StoreFiles:
+    return FolderFiles(Path(path)) if os.path.isdir(path) else ZipFiles(Path(path), _MARKS)
 
 
 def _open(
-    root: Path, name: str, place: str, version: int, metadata: Mapping[str, Any], attributes: Mapping[str, Any]
+    files: StoreFiles, name: str, place: str, version: int, metadata: Mapping[str, Any], attributes: Mapping[str, Any]
 ) -> StoredArray:
     zarr = _import_zarr()
-    from unfog.data.containers.folder_store import FolderStore
+    from unfog.data.containers.read_only_store import ReadOnlyStore
+    from unfog.data.containers.zarr_bounds import most_stored, with_bounds
 
-    mark = os.path.join(name, "zarr.json" if version == 3 else ".zarray")
-    opened = zarr.open_array(FolderStore(root, mark), path=name, mode="r", zarr_format=version)
+    store = ReadOnlyStore(files, _key(name, "zarr.json" if version == 3 else ".zarray"), _LARGEST_METADATA)
+    opened = with_bounds(zarr.open_array(store, path=name, mode="r", zarr_format=version))
     shape, dtype = tuple(opened.shape), np.dtype(opened.dtype)
-    files = tuple(getattr(opened, "shards", None) or opened.chunks)  # each of which is a file
-    if len(files) != len(shape) or 0 in files:
-        raise ValueError(f"chunks {files} of the shape {shape}")
-    expected = math.prod(-(-length // part) for length, part in zip(shape, files))
-    stored, size = 0, 0
-    for one in _files(root / name):
-        if os.path.basename(one) not in _METADATA:
-            stored += 1
-            size += _size(root / name / one)
+    parts = tuple(getattr(opened, "shards", None) or opened.chunks)  # each of which is a file
+    if len(parts) != len(shape) or 0 in parts:
+        raise ValueError(f"chunks {parts} of the shape {shape}")
+    store.most = most_stored(parts, dtype)
+    expected = math.prod(-(-length // part) for length, part in zip(shape, parts))
+    sizes = [size for one, size in files.sizes(name) if os.path.basename(one) not in _METADATA]
     names = metadata.get("dimension_names") if version == 3 else attributes.get("_ARRAY_DIMENSIONS")
     known = {key: attributes[key] for key in ("scale_factor", "add_offset", "missing_value") if key in attributes}
     # xarray writes the number for missing values as fill value in version 2, and as an attribute in version 3.
@@ -101,7 +103,15 @@ def _open(
     if isinstance(missing, int | float) and not isinstance(missing, bool):
         known["_FillValue"] = missing
     return StoredArray(
-        *(place, shape, dtype, tuple(opened.chunks), size, (min(stored, expected), expected), _reader(opened)),
+        *(
+            place,
+            shape,
+            dtype,
+            tuple(opened.chunks),
+            sum(sizes),
+            (min(len(sizes), expected), expected),
+            _reader(opened),
+        ),
         names=_names(names, len(shape)),
         attributes=known,
     )
@@ -128,73 +138,57 @@ def _import_zarr() -> Any:
     return zarr
 
 
-def _read_json(root: Path, path: Path) -> dict[str, Any] | None:
+def _key(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def _read_json(files: StoreFiles, folder: str, name: str) -> dict[str, Any] | None:
     """Return an object of JSON; None if the file is not there. OSError for a link, ValueError if it is none."""
     try:
-        found = json.loads(read_file(path, root, _LARGEST_METADATA))
+        found = json.loads(files.read(_key(folder, name), _LARGEST_METADATA))
     except FileNotFoundError:
         return None
     except RecursionError:
-        raise ValueError(f"{path.name} is nested too deeply") from None
+        raise ValueError(f"{name} is nested too deeply") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path.name} is no object")
+        raise ValueError(f"{name} is no object")
     return found
 
 
-def _described(root: Path, folder: Path) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
+def _described(files: StoreFiles, folder: str) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
     """Return (version, metadata, attributes) of the array in a folder; None if there is none."""
-    three = _read_json(root, folder / "zarr.json")
+    three = _read_json(files, folder, "zarr.json")
     if three is not None and three.get("node_type") == "array":
         attributes = three.get("attributes") or {}
         return 3, three, attributes if isinstance(attributes, dict) else {}
-    two = _read_json(root, folder / ".zarray")
-    return None if two is None else (2, two, _read_json(root, folder / ".zattrs") or {})
+    two = _read_json(files, folder, ".zarray")
+    return None if two is None else (2, two, _read_json(files, folder, ".zattrs") or {})
 
 
-def _is_array(root: Path) -> bool:
+def _is_array(files: StoreFiles) -> bool:
+    if files.has(".zarray"):
+        return True
     with suppress(OSError, ValueError):
-        return _described(root, root) is not None
+        return _described(files, "") is not None
     return False
 
 
-def _listed(root: Path) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
+def _listed(files: StoreFiles) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
     """Yield (name, (shape, type)) of the arrays of a store; not the coordinates of one dimension."""
-    pending, looked = [(root, 0)], 0
+    pending, looked = [("", 0)], 0
     while pending and looked < _MOST_FOLDERS:
         folder, depth = pending.pop()
         looked += 1
         with suppress(OSError, ValueError):
-            if (described := _described(root, folder)) is not None:
+            if (described := _described(files, folder)) is not None:
                 _, metadata, _ = described
                 shape = metadata.get("shape")
                 if isinstance(shape, list) and all(type(one) is int for one in shape) and len(shape) > 1:
                     kind = metadata.get("data_type", metadata.get("dtype"))
-                    yield sanitize(str(folder.relative_to(root))), (tuple(shape), sanitize(str(kind))[:40])
+                    yield sanitize(folder), (tuple(shape), sanitize(str(kind))[:40])
                 continue
         if depth < _MOST_DEPTH:
-            with suppress(OSError), os.scandir(folder) as entries:
-                below = sorted(one.path for one in entries if one.is_dir(follow_symlinks=False))
-                pending += [(Path(one), depth + 1) for one in reversed(below)]
-
-
-def _files(folder: Path) -> Iterator[str]:
-    """Yield the paths of the regular files below a folder, relative to it."""
-    pending = [""]
-    while pending:
-        prefix = pending.pop()
-        with suppress(OSError), os.scandir(folder / prefix) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append(f"{prefix}{entry.name}/")
-                elif entry.is_file(follow_symlinks=False):
-                    yield f"{prefix}{entry.name}"
-
-
-def _size(path: Path) -> int:
-    with suppress(OSError):
-        status = os.lstat(path)
-        return status.st_size if stat.S_ISREG(status.st_mode) else 0
-    return 0
+            pending += [(_key(folder, one), depth + 1) for one in reversed(files.folders(folder))]
 
 
 def _check_codecs(version: int, metadata: Mapping[str, Any], place: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from unfog.data.bit_depth import DeepImage, is_grey
+from unfog.data.bit_depth import DeepImage, depth_of, describe_depths, is_deep, is_grey
 from unfog.data.settings import Data, KeptType
 from unfog.data.sources.base import Source
 from unfog.errors import RequestError
@@ -17,6 +17,7 @@ from unfog.text import sanitize
 from unfog.values.axes import USUAL
 from unfog.values.image_format import CHANNELS, MOST_CHANNELS, ImageFormat, colour_channels, describe_channels
 
+_DEPTHS_LOOKED_AT = 256  # images, whose types are compared
 _LOOKED_AT = 16  # first images, of which one that can be read is looked at
 _Image: TypeAlias = "Image.Image | DeepImage | NDArray[Any]"
 
@@ -86,6 +87,32 @@ def keep_array(source: Source, settings: Data) -> Kept | None:
     if not (settings.may_keep and isinstance(first, np.ndarray)):
         return None
     return Kept("float32", _channels(first))
+
+
+def mixed_depths_line(source: Source) -> str:
+    """Return a line on images of other depths than most have, whose values are on another scale; "" without such.
+
+    The first of evenly spread images are looked at, of whose files the headers alone are read.
+    """
+    found = dict[str, list[str]]()
+    if source.files_differ:
+        count = len(source.names)
+        for i in range(0, count, max(1, -(-count // _DEPTHS_LOOKED_AT))):
+            with suppress(Exception):  # as in `_first_image`
+                image = source.read(i)
+                found.setdefault(_depth(image), []).append(source.names[i])
+                if not isinstance(image, np.ndarray):
+                    image.close()
+    return describe_depths(source.name, found)
+
+
+def _depth(image: _Image) -> str:
+    values = image.values if isinstance(image, DeepImage) else image
+    if isinstance(values, np.ndarray):
+        return depth_of(values.dtype)
+    if values.mode == "F":
+        return "floating point"
+    return "16 bits" if is_deep(values) else "8 bits"
 
 
 def _first_image(source: Source) -> _Image | None:

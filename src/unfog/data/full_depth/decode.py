@@ -50,7 +50,8 @@ def _not_finite(values: NDArray[Any], dtype: np.dtype[Any]) -> str:
     """Return why values cannot be kept as a floating type."""
     if np.isnan(values).any():
         return f"with NaN in it ({UNKNOWN_REMEDY})"
-    return f"values beyond {dtype}" if np.isfinite(values).all() else "with infinity in it"
+    remedy = " (--data.dtype float32)" if dtype.itemsize < 4 else ""
+    return f"values beyond {dtype}{remedy}" if np.isfinite(values).all() else "with infinity in it"
 
 
 def _fitted(

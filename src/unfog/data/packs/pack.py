@@ -40,6 +40,7 @@ from unfog.settings import AUTO, is_auto
 from unfog.text import sanitize
 from unfog.values.columns import CLASS, MOST_COLUMNS, Column, columns_digest, name_problem, of_labels, without_class
 from unfog.values.image_format import ImageFormat, sides_of
+from unfog.values.slices import AXIAL
 
 MANIFEST, JOURNAL = "pack.json", "journal.jsonl"
 FORMAT = 1
@@ -362,6 +363,8 @@ def mapped(path: Path, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
 class PackSource(Source):
     """A pack as a source, for settings other than its own: its images are resized anew."""
 
+    has_volumes = True
+
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name, self.pack = folder, name, Pack.open(folder)
         self.resolved = str(folder.resolve())
@@ -404,6 +407,11 @@ class PackSource(Source):
             raise RequestError(
                 f"size = {settings.size}, but {sanitize(self.name)} holds images of {format.sides}; pack the "
                 f"originals again with --size {settings.size}, or omit --size"
+            )
+        if settings.slices not in (AXIAL, packed["slices"]):
+            raise RequestError(
+                f"data.slices = {settings.slices}, but {sanitize(self.name)} holds slices that are {packed['slices']}; "
+                "pack the originals again, or omit it"
             )
         fitting = {"size": (size,), "channels": (packed["channels"],), "labels": ("none", packed["labels"])}
         fits = all(is_auto(settings, name) or getattr(settings, name) in values for name, values in fitting.items())

@@ -24,6 +24,7 @@ class DicomSource(ScanSource):
     """Frames of DICOM files. A series is a folder; files may have no suffix, as scanners write them."""
 
     suffixes = (".dcm", ".dicom", ".ima")
+    mixes_scales = False
     prefix: ClassVar[str] = "dicom"
     kind: ClassVar[str] = "DICOM"
     package: ClassVar[str] = "pydicom"
@@ -91,7 +92,7 @@ class DicomStack(ImageStack):
         frame = 8 if UID(syntax).is_encapsulated else self.shape[0] * self.shape[1] * stored * bits // 8
         check_length(path, self.count * frame)
         self.dtype = self._type(bits)
-        self.note = self._window()
+        self.note = "; ".join(filter(None, (self._window(), self._padding())))
 
     def _type(self, bits: int) -> np.dtype[Any]:
         if "PixelData" not in self._header:
@@ -115,6 +116,14 @@ class DicomStack(ImageStack):
                     "--data.clip makes pictures of it"
                 )
         return ""
+
+    def _padding(self) -> str:
+        """Return a note on the value of pixels outside of the scan; "" without one."""
+        stored = self._header.get("PixelPaddingValue")
+        if not isinstance(stored, int) or self._palette or "PixelData" not in self._header:
+            return ""
+        value = float(self._in_units(np.array([stored], np.int32), 0)[0])
+        return f"{value:.9g} means outside of the scan; --data.unknown={value:.9g} leaves such pixels out"
 
     def read(self, i: int) -> NDArray[Any]:
         from pydicom.pixels import apply_color_lut, pixel_array

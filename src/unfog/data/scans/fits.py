@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from io import BytesIO
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,16 +12,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.scans.source import ScanSource
-from unfog.data.scans.stack import ImageStack, check_length, check_shape, native, scaled, scaled_type
+from unfog.data.scans.stack import (
+    DEFLATE_RATIO,
+    MOST_BYTES,
+    ImageStack,
+    check_shape,
+    check_unpacked,
+    native,
+    read_part,
+    scaled,
+    scaled_type,
+    unpack,
+)
 from unfog.data.sources.base import ImageError
 
 _MOST_HDUS = 10_000
+_HARMLESS = 2**28  # bytes that a tile may unpack to unlooked at
+
+
+def _part(place: Path | BytesIO, offset: int, length: int) -> bytes:
+    if isinstance(place, BytesIO):
+        return place.getvalue()[offset : offset + length]
+    return read_part(place, offset, np.dtype(np.uint8), (length,)).tobytes()
 
 
 class FitsSource(ScanSource):
     """Images in the first part (HDU) of each FITS file that has any; planes of cubes are images of their own."""
 
-    suffixes = (".fits", ".fit", ".fts")
+    suffixes = (".fits", ".fit", ".fts", ".fz", ".fits.gz", ".fit.gz", ".fts.gz")
     prefix: ClassVar[str] = "fits"
     kind: ClassVar[str] = "FITS"
     package: ClassVar[str] = "astropy"
@@ -34,14 +54,17 @@ class FitsStack(ImageStack):
     def __init__(self, path: Path, axes: str) -> None:
         from astropy.io import fits
 
-        self._file = fits.open(path, mode="readonly", memmap=False, do_not_scale_image_data=True, lazy_load_hdus=True)
+        content = unpack(path) if path.name.lower().endswith(".gz") else None
+        place = path if content is None else BytesIO(content)
+        self._length = os.stat(path).st_size if content is None else len(content)
+        self._file = fits.open(place, mode="readonly", memmap=False, do_not_scale_image_data=True, lazy_load_hdus=True)
         try:
-            self._read_header(path, axes)
+            self._read_header(axes, place)
         except BaseException:
             self._file.close()
             raise
 
-    def _read_header(self, path: Path, axes: str) -> None:
+    def _read_header(self, axes: str, place: Path | BytesIO) -> None:
         from astropy.io import fits
 
         number = 0
@@ -76,10 +99,33 @@ class FitsStack(ImageStack):
         self.dtype = np.dtype(np.float32) if self._blank is not None else dtype
         self.shape = (height, width, self._channels)
         check_shape(self.shape, self.dtype)
-        if not self._compressed:
-            check_length(path, int(part.fileinfo()["datLoc"]) + math.prod(self._sides) * stored.itemsize)
+        start = int(part.fileinfo()["datLoc"])
+        if self._compressed:
+            self._check_tiles(place, start)
+        elif self._length < start + math.prod(self._sides) * stored.itemsize:
+            raise ImageError("truncated")
         if outer and axes == "auto" and math.prod(outer) > 1:
             self.note = "cubes, whose planes are read as images; --data.axes NCHW reads them as channels"
+
+    def _check_tiles(self, place: Path | BytesIO, start: int) -> None:
+        """Raise ImageError if a tile is too large, or unpacks to far more than its sides say.
+
+        astropy makes room for all that a tile of gzip unpacks to. Other codecs unpack to the sides of the tile.
+        """
+        most = math.prod(self._part.tile_shape) * 8
+        if most > 8 * MOST_BYTES:
+            raise ImageError(f"tiles of over {MOST_BYTES >> 30} GB, the most that is read")
+        table, columns = self._part.compressed_data, ["GZIP_COMPRESSED_DATA"]
+        if "GZIP" in self._part.compression_type:
+            columns.append("COMPRESSED_DATA")
+        header = self._part._bintable.header  # its own header is that of the image
+        heap = start + header.get("THEAP", header["NAXIS1"] * header["NAXIS2"])
+        for column in set(columns) & set(table.dtype.names):
+            for length, offset in np.asarray(table[column]).tolist():
+                if heap + offset + length > self._length:
+                    raise ImageError("truncated")
+                if length * DEFLATE_RATIO > most + _HARMLESS:
+                    check_unpacked(_part(place, heap + offset, length), most + _HARMLESS, 31)
 
     def read(self, i: int) -> NDArray[Any]:
         place = [int(k) for k in np.unravel_index(i, self._outer)] if self._outer else []

@@ -1,10 +1,11 @@
-"""NIfTI files through nibabel: axial slices of volumes, in the orientation of the patient."""
+"""NIfTI files through nibabel: slices of volumes along any axis, in the orientation of the patient."""
 
 from __future__ import annotations
 
 import gzip
 import math
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,34 +13,54 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.scans.source import ScanSource
-from unfog.data.scans.stack import ImageStack, check_length, check_shape, native, scaled, scaled_type
+from unfog.data.scans.stack import (
+    MOST_UNPACKED,
+    TOO_MUCH,
+    ImageStack,
+    check_length,
+    check_shape,
+    native,
+    scaled,
+    scaled_type,
+)
 from unfog.data.sources.base import ImageError
+from unfog.values.slices import AXIAL, Slices
 
-_MOST_UNPACKED = 2**29  # bytes of a compressed volume, of which a few are in memory at a time
 _MOST_EXTENSIONS = 2**26  # bytes before the voxels
 _HEADER_BYTES = 348
 _OFFSETS = {348: ("f", 108), 540: ("q", 168)}  # length of a header -> type and place of the offset of its voxels
 _COLOURS = {("R", "G", "B"): 3, ("R", "G", "B", "A"): 4}
-_X, _Y, _Z = range(3)  # to the right, to the front and up
+_RIGHT, _FRONT, _UP = range(3)  # directions of the patient
+# Plane -> directions of its columns, of its rows from the lowest, and of one slice to the next.
+_PLANES = {"axial": (_RIGHT, _FRONT, _UP), "coronal": (_RIGHT, _UP, _FRONT), "sagittal": (_FRONT, _UP, _RIGHT)}
+
+Cut = list[tuple[int, int]]
+"""(axis of the volume, 1 or -1 for its direction) of the columns, of the rows from the lowest, and of the slices."""
 
 
 class NiftiSource(ScanSource):
-    """Slices of NIfTI volumes, from the feet up; the front of the patient is at the top, the left at the left."""
+    """Slices of NIfTI volumes. The head or the front of the patient is at the top, the left or the back at the left."""
+
+    has_volumes = True
 
     suffixes = (".nii", ".nii.gz")
+    mixes_scales = False
     prefix: ClassVar[str] = "nifti"
     kind: ClassVar[str] = "NIfTI"
     package: ClassVar[str] = "nibabel"
-    most_open: ClassVar[int] = 2  # a compressed one is in memory while it is open
 
     def open_stack(self, path: Path) -> ImageStack:
-        return NiftiStack(path, self._axes)
+        return NiftiStack(path, self._axes, self._slices)
 
 
 class NiftiStack(ImageStack):
-    """Slices of one volume [x, y, z], or of several [x, y, z, t], whose last axis may be channels instead."""
+    """Slices of one volume [x, y, z], or of several [x, y, z, t], whose last axis may be channels instead.
 
-    def __init__(self, path: Path, axes: str) -> None:
+    With neighbours, an image has the channels of all slices together, from the lowest. The slices at both ends, which
+    have too few neighbours, have no image.
+    """
+
+    def __init__(self, path: Path, axes: str, slices: Slices) -> None:
         import nibabel
 
         self._packed = path.name.lower().endswith(".gz")
@@ -53,7 +74,9 @@ class NiftiStack(ImageStack):
         sides = tuple(int(side) for side in self._proxy.shape)
         if not 2 <= len(sides) <= 5 or min(sides, default=0) < 1:
             raise ImageError(f"a header with the shape {list(sides)}")
-        self._order = _orientation(image.affine) if len(sides) > 2 else [(0, 1), (1, 1), (2, 1)]
+        if len(sides) == 2 and slices != Slices.of(AXIAL):
+            raise ImageError("one slice, and no volume that data.slices could cut")
+        self._cut = cut_axes(sides, image.affine, slices.plane)
         self._sides = sides = sides + (1,) * (5 - len(sides))
         stored = np.dtype(self._proxy.dtype)
         self._colours = _COLOURS.get(tuple(name.upper() for name in stored.names or ()), 0)
@@ -61,11 +84,14 @@ class NiftiStack(ImageStack):
         dtype = np.dtype(np.uint8) if self._colours else scaled_type(native(np.zeros(0, stored)).dtype, *self._scaling)
         self._volumes_are_channels = axes != "auto" and sides[3] > 1
         channels = (self._colours or 1) * sides[4] * (sides[3] if self._volumes_are_channels else 1)
-        x, y, z = (sides[axis] for axis, _ in self._order)
-        self.shape, self.dtype = (y, x, channels), dtype
+        width, height, depth = (sides[axis] for axis, _ in self._cut)
+        if depth < slices.thickness:
+            raise ImageError(f"a volume of {depth} slices, fewer than the {slices.thickness} of an image (data.slices)")
+        self._together, self._images = slices.thickness, depth - slices.thickness + 1  # of one volume
+        self.shape, self.dtype = (height, width, channels * slices.thickness), dtype
         check_shape(self.shape, dtype)
         self._check_size(stored)
-        self.count = z * (1 if self._volumes_are_channels else sides[3])
+        self.count = self._images * (1 if self._volumes_are_channels else sides[3])
         if sides[3] > 1 and axes == "auto":
             self.note = (
                 f"volumes of {sides[3]} time points, which are read as so many volumes; --data.axes NHWC reads them as "
@@ -81,27 +107,27 @@ class NiftiStack(ImageStack):
         size = math.prod(self._sides) * stored.itemsize
         if not self._packed:
             check_length(self._path, int(self._proxy.offset) + size)
-        elif size > _MOST_UNPACKED:
-            raise ImageError(f"compressed, and over {_MOST_UNPACKED >> 20} MB unpacked: unpack it (gunzip)")
+        elif size > MOST_UNPACKED:
+            raise ImageError(TOO_MUCH)
 
     def read(self, i: int) -> NDArray[Any]:
-        depth = self._sides[self._order[_Z][0]]
-        volume, place = divmod(i, depth)
+        volume, first = divmod(i, self._images)
         volumes = range(self._sides[3]) if self._volumes_are_channels else [volume]
-        planes = [self._plane(place, t, c) for t in volumes for c in range(self._sides[4])]
+        places = range(first, first + self._together)
+        planes = [self._plane(place, t, c) for place in places for t in volumes for c in range(self._sides[4])]
         return np.concatenate(planes, -1)
 
     def _plane(self, place: int, t: int, c: int) -> NDArray[Any]:
-        """Return a slice of a volume as [y, x, C], from the front back and from left to right."""
-        (x_axis, x_sign), (y_axis, y_sign), (z_axis, z_sign) = self._order
+        """Return a slice of a volume as [rows from the top, columns, C]."""
+        (across, across_sign), (up, up_sign), (depth, depth_sign) = self._cut
         whole: list[Any] = [slice(None)] * 3
-        whole[z_axis] = place if z_sign > 0 else self._sides[z_axis] - 1 - place
+        whole[depth] = place if depth_sign > 0 else self._sides[depth] - 1 - place
         extra = (t, c)[: max(0, len(self._proxy.shape) - 3)]
         key = (*whole[:2],) if len(self._proxy.shape) == 2 else (*whole, *extra)
         plane = np.array(self._values()[key])  # a copy of a part of a mapped file
-        if x_axis < y_axis:
+        if across < up:
             plane = plane.T
-        plane = plane[::-y_sign, ::x_sign]  # the first row of a picture is at its top
+        plane = plane[::-up_sign, ::across_sign]  # the first row of a picture is at its top
         if self._colours:
             return np.stack([plane[name] for name in plane.dtype.names or ()], -1)
         return scaled(native(plane), *self._scaling)[..., None]
@@ -153,8 +179,23 @@ def _scaling(proxy: Any) -> tuple[float, float]:
     return (slope, intercept) if math.isfinite(slope) and math.isfinite(intercept) and slope != 0 else (1.0, 0.0)
 
 
-def _orientation(affine: Any) -> list[tuple[int, int]]:
-    """Return (axis of the volume, 1 or -1 for its direction) of x, y and z; as stored where that is unknown."""
+def cut_axes(shape: Sequence[int], affine: Any, plane: str) -> Cut:
+    """Return the axes of slices: those of the patient as the affine says, or of the file for "0", "1" or "2".
+
+    Of axis k, a slice is volume.take(place, k) as NumPy has it, with the first axis down. A file of two axes is one
+    slice, as stored.
+    """
+    if len(shape) < 3:
+        return [(0, 1), (1, 1), (2, 1)]
+    if plane not in _PLANES:
+        down, across = (axis for axis in range(3) if axis != int(plane))
+        return [(across, 1), (down, -1), (int(plane), 1)]
+    order = _orientation(affine)
+    return [order[direction] for direction in _PLANES[plane]]
+
+
+def _orientation(affine: Any) -> Cut:
+    """Return (axis of the volume, 1 or -1 for its direction) to the right, front and up; as stored if unknown."""
     import nibabel
 
     with np.errstate(all="ignore"):

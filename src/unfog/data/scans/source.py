@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.data.bit_depth import depth_of, describe_depths
 from unfog.data.data_report import SkippedFile
 from unfog.data.scans.stack import ImageStack, check_shape
 from unfog.data.settings import Data
@@ -30,10 +31,13 @@ from unfog.data.sources.image_files import SUFFIXES, image_error
 from unfog.errors import RequestError, install_command
 from unfog.files.safe_files import regular_file
 from unfog.text import sanitize
+from unfog.values.slices import Slices
 
 _LOOKED_AT = 1000  # entries of a folder, by which its format is known
 _FOLDERS_LOOKED_AT = 100
+_MOST_OPEN, _MOST_OPEN_PACKED = 8, 2  # files that are kept open; a compressed one is in memory meanwhile
 _MOST_IMAGES = 10_000_000  # in one file
+_PACKED = ".gz"
 _TIFF = frozenset([".tif", ".tiff"])
 
 
@@ -47,13 +51,14 @@ class ScanSource(Source):
     prefix: ClassVar[str]
     """Names the format in a SOURCE, such as dicom:FOLDER, where the names of the files do not."""
     kind: ClassVar[str]
+    mixes_scales: ClassVar[bool] = True
+    """True if values of different types are on different scales; False if files have slope and intercept."""
     package: ClassVar[str]
-    most_open: ClassVar[int] = 8
-    """Files that are kept open."""
 
     def __init__(self, location: SourceLocation, options: OpenOptions) -> None:
         check_installed(self.kind, self.package)
         self.name, self._axes, self._is_folder = location.name, options.axes, location.form == "folder"
+        self._slices = Slices.of(options.slices)
         path = Path(location.paths[0])
         self.resolved = f"{self.prefix}:{path}"
         if self._is_folder:
@@ -98,6 +103,7 @@ class ScanSource(Source):
         """Open each file once, for the number of its images."""
         self._files, counts, done = list[str](), list[int](), 0
         self._kinds, notes, types = Counter[tuple[tuple[int, int, int], str]](), Counter[str](), set[np.dtype[Any]]()
+        depths = dict[str, list[str]]()
         for name in files:
             path = self.folder / name
             try:
@@ -113,17 +119,22 @@ class ScanSource(Source):
                 self._kinds[stack.shape, str(stack.dtype)] += stack.count
                 notes.update([stack.note] * bool(stack.note))
                 types.add(stack.dtype)
+                depths.setdefault(depth_of(stack.dtype), []).append(name)
                 stack.close()
             if options.progress is not None:
                 options.progress(done >> 20, 0)
         self.unreadable = sorted(unreadable)
         if not self._files:
             raise self._no_images_error()
+        packed = any(_suffix(name).endswith(_PACKED) for name in self._files)
+        self._most_open = _MOST_OPEN_PACKED if packed else _MOST_OPEN
         self._starts = [0, *accumulate(counts)]
         self.names = LazyNames(self._image_name, range(self._starts[-1]))
         self._types, self.found = types, self._describe()
         self.groups = self._files, np.repeat(np.arange(len(counts), dtype=np.int64), counts)
         self.reading_warnings = [f"{sanitize(self.name)}: {note}" for note, _ in notes.most_common(5)]
+        if self.mixes_scales and (line := describe_depths(self.name, depths)):
+            self.reading_warnings.append(line)
 
     def _no_images_error(self) -> RequestError:
         reasons = Counter(reason for _, reason in self.unreadable)
@@ -191,7 +202,7 @@ class ScanSource(Source):
             held = self._open.pop(file, None)
             entry = held or (self._checked(self.folder / self._files[file]), threading.Lock())
             self._open[file] = entry
-            while len(self._open) > self.most_open:
+            while len(self._open) > self._most_open:
                 _, (stack, busy) = self._open.popitem(last=False)
                 with busy:
                     stack.close()
@@ -235,8 +246,9 @@ def first_files(folder: str) -> list[str]:
 
 
 def _suffix(name: str) -> str:
-    name = name.lower()
-    return ".nii.gz" if name.endswith(".nii.gz") else os.path.splitext(name)[1]
+    """Return the lower-case suffix of a file name, with the one before it if the file is compressed: .nii.gz."""
+    stem, suffix = os.path.splitext(name.lower())
+    return os.path.splitext(stem)[1] + suffix if suffix == _PACKED else suffix
 
 
 def _place(text: str, path: str) -> SourceLocation:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 import os
+import zlib
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,12 @@ from unfog.values.image_format import MOST_CHANNELS
 
 MOST_BYTES = 2**30
 """Of one image; a larger one is left out."""
+DEFLATE_RATIO = 1032
+"""The most that deflate packs bytes to one."""
+MOST_UNPACKED = 2**29
+"""Bytes of a file that is compressed as a whole, of which a few are in memory at a time."""
+_PIECE = 2**24  # bytes
+TOO_MUCH = f"compressed, and over {MOST_UNPACKED >> 20} MB unpacked: unpack it (gunzip)"
 
 
 class ImageStack(ABC):
@@ -63,6 +71,34 @@ def check_length(path: Path, needed: int) -> None:
     """Raise ImageError if a file is shorter than its header says."""
     if os.stat(path).st_size < needed:
         raise ImageError("truncated")
+
+
+def unpack(path: Path) -> bytes:
+    """Return the unpacked content of a file of gzip. ImageError if that is too much for the memory."""
+    with gzip.open(path) as file:
+        content = file.read(MOST_UNPACKED + 1)
+    if len(content) > MOST_UNPACKED:
+        raise ImageError(TOO_MUCH)
+    return content
+
+
+def check_unpacked(packed: bytes, most: int, wbits: int = zlib.MAX_WBITS) -> None:
+    """Raise ImageError if a part of an image, compressed by deflate, unpacks to `most` bytes or more.
+
+    It is unpacked piece by piece. `wbits` is that of zlib, 31 for gzip.
+    """
+    stream, total = zlib.decompressobj(wbits), 0
+    while packed:
+        piece = len(stream.decompress(packed, _PIECE))
+        total += piece
+        if total >= most:
+            raise ImageError("parts that unpack to more than the image")
+        if stream.eof and wbits > zlib.MAX_WBITS:  # gzip goes on with the next stream
+            packed, stream = stream.unused_data.lstrip(b"\0"), zlib.decompressobj(wbits)
+        elif piece:
+            packed = stream.unconsumed_tail
+        else:
+            break
 
 
 def read_part(path: Path, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import zlib
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +14,15 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from unfog.data.scans.source import ScanSource, first_files
-from unfog.data.scans.stack import ImageStack, check_length, check_shape, native, read_part
+from unfog.data.scans.stack import (
+    DEFLATE_RATIO,
+    ImageStack,
+    check_length,
+    check_shape,
+    check_unpacked,
+    native,
+    read_part,
+)
 from unfog.data.sources.base import ImageError
 from unfog.errors import RequestError
 from unfog.text import sanitize
@@ -24,7 +31,6 @@ from unfog.values.image_format import MOST_CHANNELS
 
 _PLAIN, _DEFLATE = 1, (8, 32946)
 _WITHOUT_CODECS = (_PLAIN, *_DEFLATE, 32773)  # compressions that tifffile reads by itself
-_DEFLATE_RATIO = 1032  # at most
 _HARMLESS = 2**26  # bytes
 _LOOKED_AT = 8  # files of a folder, by which it is known whether they are pictures
 _UNNAMED = "QI"  # axes of which a file does not say what they are
@@ -183,10 +189,8 @@ class TiffStack(ImageStack):
         """Raise ImageError if a part of a page unpacks to far more than the page has."""
         most = 2 * math.prod(self._series.keyframe.shape) * self.dtype.itemsize + _HARMLESS
         for offset, length in zip(page.dataoffsets, page.databytecounts):
-            if length * _DEFLATE_RATIO > most:
-                packed = read_part(self._path, offset, np.dtype(np.uint8), (length,)).tobytes()
-                if len(zlib.decompressobj().decompress(packed, most)) >= most:
-                    raise ImageError("parts that unpack to more than the image")
+            if length * DEFLATE_RATIO > most:
+                check_unpacked(read_part(self._path, offset, np.dtype(np.uint8), (length,)).tobytes(), most)
 
     def close(self) -> None:
         super().close()

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.text import MARK
+from unfog.values.slices import AXIAL, Slices
 
 
 class SampleFormat(NamedTuple):
@@ -25,8 +26,8 @@ class SampleFormat(NamedTuple):
     """Returns the content of a file of one sample [H, W, C]."""
 
 
-def sample_format(source: str) -> SampleFormat | None:
-    """Return the format of the samples of a run on this source; None for .npy.
+def sample_format(source: str, slices: str = AXIAL) -> SampleFormat | None:
+    """Return the format of the samples of a run on this source; None for .npy. `slices` is `data.slices`.
 
     None too if the package of the format is missing.
     """
@@ -37,8 +38,9 @@ def sample_format(source: str) -> SampleFormat | None:
         case "fits" if find_spec("astropy"):
             return SampleFormat(".fits", _fits)
         case "nifti" if find_spec("nibabel"):
-            first = _first_volume(place)
-            return SampleFormat(".nii.gz", lambda sample: _nifti(sample, first))
+            cut = Slices.of(slices)
+            first = _first_volume(place, cut.plane)
+            return SampleFormat(".nii.gz", lambda sample: _nifti(sample, first, cut.thickness))
     return None
 
 
@@ -62,14 +64,17 @@ def _fits(sample: NDArray[Any]) -> bytes:
     return file.getvalue()
 
 
-def _nifti(sample: NDArray[Any], first: tuple[NDArray[Any], tuple[int, int]] | None) -> bytes:
-    """Return a NIfTI file of one slice [x, y, 1], or [x, y, 1, C], in the place of the lowest slice of a volume.
+def _nifti(sample: NDArray[Any], first: tuple[NDArray[Any], tuple[int, int]] | None, together: int) -> bytes:
+    """Return a NIfTI file of slices [columns, rows, together], or [columns, rows, together, C], of the same image.
 
-    `first` is the affine of that volume, turned to right, front and up, and the sides (x, y) of its slices.
+    They are in the place of the first slices of a volume. `first` is the affine of that volume, turned to columns, rows
+    from the lowest and slices, and the sides (columns, rows) of its slices.
     """
     import nibabel
 
-    values = np.ascontiguousarray(sample[::-1].transpose(1, 0, 2))[:, :, None]  # [x, y, 1, C], y to the front
+    height, width, channels = sample.shape
+    values = sample[::-1].transpose(1, 0, 2).reshape(width, height, together, channels // together)
+    values = np.ascontiguousarray(values)
     affine = np.eye(4)
     if first is not None:
         turned, sides = first
@@ -84,11 +89,11 @@ def _nifti(sample: NDArray[Any], first: tuple[NDArray[Any], tuple[int, int]] | N
     return gzip.compress(image.to_bytes(), mtime=0)  # without the time, so that the same sample is the same file
 
 
-def _first_volume(place: str) -> tuple[NDArray[Any], tuple[int, int]] | None:
+def _first_volume(place: str, plane: str) -> tuple[NDArray[Any], tuple[int, int]] | None:
     """Return the turned affine and the sides of the first volume at a place; None if there is none to be read."""
     import nibabel
 
-    from unfog.data.scans.nifti import NiftiSource
+    from unfog.data.scans.nifti import NiftiSource, cut_axes
     from unfog.data.sources.folder import list_files
 
     path = Path(place)
@@ -97,10 +102,10 @@ def _first_volume(place: str) -> tuple[NDArray[Any], tuple[int, int]] | None:
         for name in files:
             with suppress(Exception):
                 image = nibabel.load(os.path.join(path, name) if name else path)
-                order = nibabel.io_orientation(image.affine)
-                turned = image.affine @ nibabel.orientations.inv_ornt_aff(order, image.shape[:3])
-                sides = [0, 0, 0]
-                for axis, (target, _) in enumerate(order):
-                    sides[int(target)] = image.shape[axis]
-                return turned, (sides[0], sides[1])
+                turn, cut, shape = np.zeros((4, 4)), cut_axes(image.shape, image.affine, plane), (*image.shape, 1)[:3]
+                turn[3, 3] = 1
+                for column, (axis, sign) in enumerate(cut):
+                    turn[axis, column] = sign
+                    turn[axis, 3] = 0 if sign > 0 else shape[axis] - 1
+                return image.affine @ turn, (shape[cut[0][0]], shape[cut[1][0]])
     return None

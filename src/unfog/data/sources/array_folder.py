@@ -30,6 +30,8 @@ class ArrayFolder(Source):
     RequestError if the axes of one of the first images leave open which of them are channels.
     """
 
+    files_differ = True
+
     def __init__(self, folder: Path, name: str, names: list[str], axes: str = "auto") -> None:
         self.folder, self.name, self.names, self._axes = folder, name, names, axes
         self.resolved = str(folder.resolve())

@@ -31,6 +31,7 @@ from unfog.errors import RequestError
 from unfog.files.safe_files import read_file
 from unfog.text import sanitize
 from unfog.values.columns import Column, rows_of
+from unfog.values.slices import AXIAL
 
 _LARGEST_TABLE = 2**30  # bytes of a label table: ten million images have half of that
 
@@ -110,6 +111,9 @@ class OpenOptions:
 
     axes: str = "auto"
     """`data.axes`: order of the axes of arrays."""
+
+    slices: str = AXIAL
+    """`data.slices`: how volumes are cut to images."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +211,9 @@ class Source(ABC):
     """True if older runs read the same files through another class: a run that has begun opens this one by its prefix
     alone."""
 
+    has_volumes: ClassVar[bool] = False
+    """True if images are slices of volumes, which `OpenOptions.slices` cuts, or were cut before."""
+
     tables_inside: ClassVar[bool] = False
     """True if a label table may lie inside the file, so that its name is checked only once the source is open."""
 
@@ -263,6 +270,9 @@ class Source(ABC):
 
     reading_warnings: Sequence[str] = ()
     """Lines on how the images were understood, where they could be meant otherwise."""
+
+    files_differ: bool = False
+    """True if each image is a local file of its own, which may hold values of another type than the others."""
 
     remote: bool = False
     """True if `read` waits for a network, so that more threads than cores read faster."""
@@ -323,6 +333,13 @@ class Source(ABC):
         The digest names caches and is compared on resume, so it must differ when an image, a label or a column has
         changed.
         """
+
+    def read_beside(self, i: int, suffix: str, most: int) -> bytes | None:
+        """Return at most so many bytes of the file beside image i that has its name, but this suffix; None without one.
+
+        May raise OSError or ImageError.
+        """
+        return None
 
     def value_names(self) -> Sequence[str]:
         """Return names that `values_of` reads, for messages: as many as are quickly found."""

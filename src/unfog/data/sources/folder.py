@@ -53,6 +53,8 @@ class FolderSource(Source):
     below it has a suffix of images, or the folder cannot be read.
     """
 
+    files_differ = True
+
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
         self.resolved = str(folder.resolve())
@@ -79,6 +81,10 @@ class FolderSource(Source):
 
     def stamp(self) -> tuple[str, int]:
         return files_digest(self.folder, self.names)
+
+    def read_beside(self, i: int, suffix: str, most: int) -> bytes | None:
+        path = os.path.splitext(self.folder / self.names[i])[0] + suffix
+        return _read_start(path, most) if os.path.isfile(path) else None
 
     def table(self, name: str) -> LabelTable | None:
         return LabelTable.inside(self.folder, name)
@@ -143,10 +149,15 @@ class _Listing:
 
 def _head(path: Path, size: int) -> bytes:
     with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for its writer
-        with open(descriptor, "rb") as file:
-            return file.read(size) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+        return _read_start(path, size)
     return b""
+
+
+def _read_start(path: str | Path, size: int) -> bytes:
+    """Return the first bytes of a regular file, b"" of another kind. OSError if it cannot be read."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for its writer
+    with open(descriptor, "rb") as file:
+        return file.read(size) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
 
 
 def list_files(

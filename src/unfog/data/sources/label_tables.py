@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from unfog.data.settings import TEXT_NAMES
 from unfog.data.sources.base import ImageError, LabelTable, Source
 from unfog.data.sources.folder import normalize_path
 from unfog.data.sources.image_files import SUFFIXES, os_error_reason
@@ -31,6 +32,10 @@ _COMPARED, _LONGEST_HINT = 1000, 300  # columns that a name is compared with, an
 _SCAN_SUFFIXES = (".nii.gz", ".nii", ".dcm", ".dicom", ".ima", ".fits", ".fit", ".fts")
 _SHARD = re.compile(r"\.tar/", re.IGNORECASE)
 _WHOLE_NUMBER = re.compile(r"-?[0-9]{1,18}")
+
+
+class MissingColumnError(RequestError):
+    """A table lacks a column that was asked for, or there is no table."""
 
 
 def strip_shard(name: str) -> str:
@@ -252,10 +257,10 @@ def _find_named(header: Sequence[str], wanted: Sequence[str], table: LabelTable)
     return list(dict.fromkeys([file, *wanted]))
 
 
-def _missing_column(header: Sequence[str], name: str, table: LabelTable) -> RequestError:
+def _missing_column(header: Sequence[str], name: str, table: LabelTable) -> MissingColumnError:
     near = suggest(name, [sanitize(one[:30]) for one in header[:_COMPARED]])
     hint = near if len(near) < _LONGEST_HINT else f"; it has {', '.join(sanitize(one[:30]) for one in header[:12])}, …"
-    return RequestError(f"{sanitize(table.name)} has no column {sanitize(name)!r}{hint}")
+    return MissingColumnError(f"{sanitize(table.name)} has no column {sanitize(name)!r}{hint}")
 
 
 def _find_columns(header: Sequence[str], table: LabelTable) -> tuple[str, str]:
@@ -295,6 +300,8 @@ def _find_column(
         if remedy is None:
             remedy = f"name those of files and labels: --data.labels {sanitize(table.base_name)}:FILE,LABEL"
         call += f"{', or ' * bool(call and remedy)}{remedy}"
+        if of == "labels" and (captions := [key for key in there if key in TEXT_NAMES]):
+            call = f"--condition {captions[0]} learns its captions; or {call}"
         raise RequestError(f"{said} has no column {named}, only {has}; {call}")
     if len(columns) > 1:
         raise RequestError(f"{said} has {len(columns)} columns called {sanitize(columns[0].strip())}; keep one")

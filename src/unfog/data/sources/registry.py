@@ -18,6 +18,7 @@ from unfog.data.sources.base import OpenOptions, RemotePolicy, Source, SourceLoc
 from unfog.data.sources.image_files import os_error_reason
 from unfog.errors import RequestError, install_command
 from unfog.text import sanitize, without_secrets
+from unfog.values.slices import AXIAL
 
 # MODULE:CLASS of each source, in the order in which they are asked.
 BUILT_IN = (
@@ -25,10 +26,10 @@ BUILT_IN = (
     "unfog.data.packs.pack:PackSource",
     "unfog.data.sources.huggingface:HuggingFaceSource",
     "unfog.data.webdataset.shard_source:ShardSource",
+    "unfog.data.containers.zarr_store:ZarrSource",  # before zip archives, some of which are Zarr stores
     "unfog.data.sources.zip_archive:ZipSource",
     "unfog.data.sources.arrays:ArraySource",
     "unfog.data.containers.hdf5:Hdf5Source",
-    "unfog.data.containers.zarr_store:ZarrSource",
     "unfog.data.sources.stored_images:StoredImages",
     "unfog.data.sources.array_folder:ArrayFolder",
     "unfog.data.scans.tiff:TiffSource",
@@ -49,6 +50,7 @@ _PACKAGES = {
 }
 
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".gz", ".7z", ".rar")
+_READ_COMPRESSED = (".nii.gz", ".fits.gz", ".fit.gz", ".fts.gz")
 _MAX_SHARDS = 1_000_000
 _REMEDY = "give a folder of images, a .zip, .tar shards, or fashion"
 
@@ -92,6 +94,7 @@ def open_source(
     policy: RemotePolicy | None = None,
     axes: str = "auto",
     began: bool = False,
+    slices: str = AXIAL,
 ) -> Source:
     """Open the source that a text means.
 
@@ -103,12 +106,17 @@ def open_source(
         policy: for remote shards.
         axes: `data.axes`.
         began: as in `locate`.
+        slices: `data.slices`.
 
     Raises:
         RequestError: there is no such thing, it has no image, or it cannot be read.
     """
     source, location = locate(str(text), began)
-    return source.load(location, OpenOptions(progress, policy or RemotePolicy(), axes))
+    if slices != AXIAL and not source.has_volumes:
+        raise RequestError(
+            f"data.slices = {slices} cuts NIfTI volumes, and {sanitize(location.name)} has none; omit it"
+        )
+    return source.load(location, OpenOptions(progress, policy or RemotePolicy(), axes, slices))
 
 
 def _match(sources: list[type[Source]], location: SourceLocation) -> tuple[type[Source], SourceLocation] | None:
@@ -248,7 +256,7 @@ def _parse_files(text: str, pattern: str, paths: list[str]) -> SourceLocation:
 
 def _refuse_compressed(text: str, path: str) -> None:
     # A member of a compressed archive cannot be read without unpacking all before it.
-    if not path.lower().endswith(_COMPRESSED) or path.lower().endswith(".nii.gz"):
+    if not path.lower().endswith(_COMPRESSED) or path.lower().endswith(_READ_COMPRESSED):
         return
     remedy = f"unpack it to a plain .tar first: {'zstd -d' if path.endswith('zst') else 'gunzip, bunzip2 or unxz'}"
     if path.lower().endswith((".7z", ".rar")):

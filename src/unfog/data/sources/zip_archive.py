@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 import threading
 import zipfile
@@ -67,6 +68,7 @@ class ZipSource(Source):
         self.ignored = ignored
         self._members: dict[str, _Member] = {}
         self._tables: dict[str, zipfile.ZipInfo] = {}
+        self._texts: dict[str, zipfile.ZipInfo] = {}
         directory = self._read_directory()
         for info in directory:
             if not info.filename.endswith("/"):  # a folder; `is_dir` raises if there is no name at all
@@ -105,6 +107,14 @@ class ZipSource(Source):
                 sample = sample_digest(self._path)
         return hashlib.sha256(repr((*state, self._contents, sample)).encode()).hexdigest(), state.size
 
+    def read_beside(self, i: int, suffix: str, most: int) -> bytes | None:
+        info = self._texts.get(f"{os.path.splitext(self.names[i])[0]}{suffix}")
+        if info is None:
+            return None
+        if reason := _unusable_reason(info):
+            raise ImageError(reason)
+        return self._content(_Member.of(info), most=most)
+
     def table(self, name: str) -> LabelTable | None:
         # In no folder, or in folders that all images are below, as where a folder was zipped rather than its content.
         for path in sorted(self._tables, key=lambda path: path.count("/")):
@@ -140,6 +150,8 @@ class ZipSource(Source):
             ignored[kind] += 1
             if kind in TABLES:
                 self._tables[name] = info
+            elif kind == ".txt":
+                self._texts[name] = info
             return
         if name in self._members:  # as in unpacking, the last one counts
             unreadable.append(SkippedFile(name, "replaced by a later member of its name"))
@@ -193,12 +205,16 @@ class ZipSource(Source):
             raise ImageError("truncated")
         return data
 
-    def _content(self, member: _Member, image: bool = False) -> bytes:
-        """Return the bytes of a member. No more are inflated than it declares."""
+    def _content(self, member: _Member, image: bool = False, most: int = 0) -> bytes:
+        """Return the bytes of a member, or only its first `most`. No more are inflated than it declares."""
         header = self._read(member.header, _HEADER_BYTES)
         if not header.startswith(b"PK\3\4"):
             raise ImageError("not where its archive says")
-        data = self._read(member.header + _HEADER_BYTES + sum(struct.unpack("<HH", header[26:30])), member.packed)
+        start = member.header + _HEADER_BYTES + sum(struct.unpack("<HH", header[26:30]))
+        if most and member.size > most:
+            data = self._read(start, min(member.packed, 2 * most))  # deflating makes nothing twice as long
+            return (_inflate(data, most - 1) if member.method == zipfile.ZIP_DEFLATED else data)[:most]
+        data = self._read(start, member.packed)
         if member.method == zipfile.ZIP_DEFLATED:
             check = image and member.size > _LARGE_BYTES
             if check and not has_image_signature(_inflate(data[:_BLOCK_BYTES], _SIGNATURE_BYTES)):

@@ -4,6 +4,7 @@ import {html, nothing} from "./vendor/lit.js";
 import {View, announce, command, count, keep, radios, range, route, select, sidesOf} from "./util.js";
 import {Sheets, tile} from "./playground_sheets.js";
 import {ENDED, values} from "./playground_grid.js";
+import {fields} from "./playground_conditions.js";
 import "./playground_noise_levels.js";
 import "./playground_mask.js";
 import "./playground_blind_comparison.js";
@@ -221,7 +222,7 @@ class Playground extends View {
 			<div class="result"><p class="error" role="alert">${this.failed}</p>
 				<div class="bar" role="group" aria-label="What to do">${Object.entries({draw: "Pictures", grid: "Grid of two settings", blind: "Blind comparison"}).map(([pane, label]) => html`<button aria-pressed=${pane === this.pane} @click=${() => (this.pane = pane)}>${label}</button>`)}
 					<span class="grow"></span><button ?disabled=${!this.past.length} @click=${() => this.back("past", "future")}>Undo</button><button ?disabled=${!this.future.length} @click=${() => this.back("future", "past")}>Redo</button></div>
-				<unfog-grid ?hidden=${this.pane !== "grid"} .data=${this.data} .run=${this.run} .settings=${this.settings} .sheets=${this.sheets} .inputs=${() => this.edited()}></unfog-grid>
+				<unfog-grid ?hidden=${this.pane !== "grid"} .data=${this.data} .run=${this.run} .settings=${this.settings} .conditions=${this.detail?.conditions || []} .sheets=${this.sheets} .inputs=${() => this.edited()}></unfog-grid>
 				${this.pane === "grid" ? "" : this.detail && this.pane === "blind" ? html`${[this.run].map(() => html`<unfog-blind .data=${this.data} .run=${this.run} .detail=${this.detail} .sheets=${this.sheets} .settings=${this.settings}></unfog-blind>`)}` : this.drawing()}
 				${this.history()}</div></div>`;
 	}
@@ -237,10 +238,10 @@ class Playground extends View {
 	}
 
 	controls() {
-		const {detail, form, about} = this, {settings, checkpoints, classes, ema} = detail, of = (name) => settings[name];
+		const {detail, form, about} = this, {settings, checkpoints, classes, ema, conditions = []} = detail, of = (name) => settings[name];
 		const at = Math.max(0, form.checkpoint ? checkpoints.indexOf(form.checkpoint) : checkpoints.length - 1), interval = form.guidance_interval || [];
 		const open = (run) => {
-			Object.assign(this, {run, form: {...form, checkpoint: null, ema: null, label: null, guide: null}, job: null});
+			Object.assign(this, {run, form: {...form, checkpoint: null, ema: null, label: null, given: null, guide: null}, job: null});
 			location.hash = `#/draw/${run}`;
 		};
 		return html`${this.setting("Run", select(this.runs.map((one) => [one.id, one.name]), this.run, open))}
@@ -250,11 +251,12 @@ class Playground extends View {
 			${ema ? html`${this.setting(html`EMA width <b>${form.ema ?? "the run's"}</b>`, range(form.ema ?? ema.widths?.[0] ?? 0.1, 0.01, 0.28, (width) => this.set("ema", width, true), {step: 0.01}), "wide")}
 				${form.ema ? html`<button type="button" class="quiet" @click=${() => this.set("ema", null, true)}>Use the run's EMA</button>` : ""}` : ""}
 			${classes.length ? this.setting("Class", select([["", "all in turn"], ...classes], form.label?.[0], (name) => this.set("label", name === "" ? null : [name]))) : ""}
+			${fields(conditions, form.given, (given, now) => this.set("given", given, now))}
 			${this.field("n", "Pictures", {min: 1, max: about?.most_images || 64})}
 			<div class="setting"><label for="seed">Seed</label><span class="inline"><input id="seed" type="number" step="1" .value=${String(form.seed ?? 0)} @input=${(e) => this.set("seed", Number(e.target.value))}><button type="button" aria-label="Another seed" @click=${() => this.set("seed", Math.floor(Math.random() * 1e6), true)}>⚄</button></span></div>
 			${this.choice("sampler", "Sampler", about?.samplers || [], of("sampler.kind"))}
 			${this.field("steps", "Steps", {min: 1, max: 1000, usual: of("sampler.steps")})}
-			${classes.length && of("label_dropout") > 0 ? html`${this.field("guidance", "Guidance", {step: 0.1, usual: of("guidance")})}
+			${(classes.length || conditions.length) && of("label_dropout") > 0 ? html`${this.field("guidance", "Guidance", {step: 0.1, usual: of("guidance")})}
 				<div class="setting"><span>Guided where noise is</span><span class="inline">${[0, 1].map((i) => html`<input type="number" min="0" max="1" step="0.05" aria-label=${`${i ? "Highest" : "Lowest"} share of noise with guidance`} .value=${String(interval[i] ?? "")} placeholder=${of("guidance_interval")?.[i] ?? i} @input=${(e) => this.setInterval(i, e.target.value)}>`)}</span></div>` : this.choice("guide", "Guide", ["auto", "none"], of("guide"))}
 			<details ?open=${Boolean(form.levels)}><summary>Levels, interpolation, weights</summary>${this.choice("grid", "Grid of levels", (about?.grids || []).filter((one) => one !== "tuned"), of("sampler.grid"))}
 				${this.setting("Levels (falling shares of noise)", html`<input .value=${(form.levels || []).join(" ")} placeholder="1 0.8 0.5 0.2" @change=${(e) => this.setLevels(values(e.target.value))}>`, "wide")}
@@ -329,7 +331,7 @@ class Playground extends View {
 
 	history() {
 		const {about} = this, worker = about?.worker, mine = this.jobs.slice(-60).reverse();
-		const line = (one) => [...Object.entries(one.settings).map(([name, value]) => `${name} ${value}`), one.edit?.mask ? "painted" : one.edit?.image ? "from a picture" : ""].filter(Boolean).join(", ");
+		const line = (one) => [...Object.entries(one.settings).map(([name, value]) => (name === "given" ? value.join(", ") : `${name} ${value}`)), one.edit?.mask ? "painted" : one.edit?.image ? "from a picture" : ""].filter(Boolean).join(", ");
 		return html`<details class="history" open><summary>History (${this.jobs.length})</summary><ol>${mine.map((one) => html`<li><button class="quiet" aria-current=${one.job === this.job?.job} @click=${() => { if (this.job) this.past = [...this.past, this.job.job]; this.reuse(one.job); this.pane = "draw"; }}>${one.job}: ${one.run_name}, ${line(one)}</button> <span class="soft">${one.state}</span>
 				${ENDED.includes(one.state) ? "" : html`<button class="quiet" aria-label="Cancel drawing ${one.job}" @click=${() => this.cancel(one.job)}>cancel</button>`}</li>`)}</ol></details>
 			${worker ? html`<p class="soft">${worker.pid ? `The worker is process ${worker.pid}, ${worker.nice ? "at low priority as a run trains here" : "at usual priority"}.` : "The worker is not running; it starts with the next drawing."} Drawing has taken ${worker.seconds} s of this machine so far${about.training ? ", which the training run shared" : ""}. <button class="quiet" @click=${() => this.data.post("api/worker/stop", {}).then(() => this.load())}>End the worker</button></p>` : ""}`;

@@ -3,6 +3,7 @@
 import {html} from "./vendor/lit.js";
 import {View, options, table} from "./util.js";
 import {tile} from "./playground_sheets.js";
+import {tell} from "./playground_conditions.js";
 
 export const ENDED = ["done", "cancelled", "failed"]; // states of a drawing that change no more
 const MOST_CELLS = 30;
@@ -12,8 +13,20 @@ export function values(text) {
 	return text.split(/[\s,;]+/).filter(Boolean).map((one) => (Number.isFinite(Number(one)) ? Number(one) : one));
 }
 
+const GIVEN = "given "; // before the name of a condition
+
+// Values of a setting or condition; those of a condition may have spaces and semicolons.
+function valuesOf(name, text) {
+	return name.startsWith(GIVEN) ? text.split(",").map((one) => one.trim()).filter(Boolean) : values(text);
+}
+
+function changed(settings, name, value) {
+	if (!name.startsWith(GIVEN)) return name ? {...settings, [name]: value} : settings;
+	return {...settings, given: tell(settings.given, name.slice(GIVEN.length), value)};
+}
+
 class Grid extends View {
-	static properties = ["data", "run", "settings", "sheets", "inputs", "grid", "failed"]; // inputs: gives what an edit sends
+	static properties = ["data", "run", "settings", "conditions", "sheets", "inputs", "grid", "failed"]; // inputs: gives what an edit sends
 
 	connectedCallback() {
 		super.connectedCallback();
@@ -27,7 +40,7 @@ class Grid extends View {
 
 	async draw(event) {
 		event.preventDefault();
-		const of = new FormData(event.target), axes = ["a", "b"].map((axis) => [of.get(axis), values(of.get(`${axis}-values`))]).filter(([name, list]) => name && list.length);
+		const of = new FormData(event.target), axes = ["a", "b"].map((axis) => [of.get(axis), valuesOf(of.get(axis), of.get(`${axis}-values`))]).filter(([name, list]) => name && list.length);
 		const [rows, columns] = axes.length > 1 ? axes : [["", [""]], axes[0] || ["", []]];
 		if (!columns[1].length || rows[1].length * columns[1].length > MOST_CELLS) return void (this.failed = `Give values for one or two settings, ${MOST_CELLS} cells at most.`);
 		Object.assign(this, {grid: {rows, columns, cells: []}, failed: ""});
@@ -36,7 +49,7 @@ class Grid extends View {
 			for (const column of columns[1]) {
 				const cell = {row, column, job: null, state: "waiting"};
 				this.grid.cells.push(cell);
-				await this.ask(cell, {...this.settings, n: 1, [columns[0]]: column, ...(rows[0] ? {[rows[0]]: row} : {})}, inputs);
+				await this.ask(cell, changed(changed({...this.settings, n: 1}, rows[0], row), columns[0], column), inputs);
 				this.requestUpdate();
 			}
 		}
@@ -54,7 +67,7 @@ class Grid extends View {
 	}
 
 	render() {
-		const names = [["", "none"], "seed", "steps", "sampler", "checkpoint", "guidance", "ema", "strength", "grid"], {grid} = this;
+		const names = [["", "none"], "seed", "steps", "sampler", "checkpoint", "guidance", "ema", "strength", "grid", ...(this.conditions || []).map((one) => [GIVEN + one.name, one.name])], {grid} = this;
 		const axis = (id, label, name, list) => html`<label>${label} <select name=${id}>${options(names, name)}</select></label> <label>values <input name="${id}-values" .defaultValue=${list}></label>`;
 		return html`<section><form class="bar" @submit=${(e) => this.draw(e)}>${axis("a", "down", "seed", "0 1 2")} ${axis("b", "across", "steps", "5 10 20")}<button>Draw the grid</button>${grid ? html`<button type="button" @click=${() => grid.cells.filter((one) => one.job && !ENDED.includes(one.state)).forEach((one) => this.attempt(() => this.data.post(`api/draw/${one.job}/cancel`, {})))}>Cancel</button>` : ""}</form>
 			<p class="error" role="alert">${this.failed}</p>${grid ? this.cells(grid) : ""}</section>`;

@@ -141,8 +141,9 @@ class Run extends View {
 		const interval = (m) => (Number.isFinite(m.low) && Number.isFinite(m.high) ? `${number(m.low)} to ${number(m.high)}` : "");
 		const rows = (one.measured || []).map((m) => [m.metric, m.value === null ? "refused" : number(m.value), interval(m), this.real(m), count(m.n), count(m.n_reference), m.features, m.resize]);
 		return html`<h3>step ${count(one.step)}</h3>${one.here === false ? html`<p class="warning">Not checked: stored on another machine or by an earlier version of Unfog, or changed since</p>` : ""}${one.verdict ? html`<p>${one.verdict}</p>` : ""}<p class="soft">${text(one.drawn)}</p>
-			${table(`Evaluation of step ${one.step}`, ["metric", "value", "95% interval", "real images", "n", "reference", "features", "resize"], rows)}
+			${rows.length ? table(`Evaluation of step ${one.step}`, ["metric", "value", "95% interval", "real images", "n", "reference", "features", "resize"], rows) : ""}
 			${Object.entries(Object.groupBy((one.measured || []).filter((m) => m.note), (m) => m.note)).map(([note, of]) => html`<p class="soft">${of.map((m) => m.metric).join(", ")}: ${note}</p>`)}
+			${(one.tables || []).map((t) => html`<p>${t.title}</p>${table(t.title, t.heads, t.rows)}`)}
 			${one.charts?.length ? html`<div class="charts">${one.charts.map((chart) => html`<img src=${chart.picture} alt=${`${chart.title}: generated images, real images, and the range of halves of these`}>`)}</div>` : ""}
 			${(one.copies || []).map((copy) => html`<p class=${copy.severity}>copies of training images, by ${copy.by}: ${copy.evidence}${copy.remedy ? `; ${copy.remedy}` : ""}</p>
 				${String(copy.picture).startsWith("data:") ? scroller("Copies", html`<img src=${copy.picture} alt="Generated images over the training images nearest to them">`) : ""}`)}`;

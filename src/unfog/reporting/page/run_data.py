@@ -11,7 +11,7 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
@@ -33,6 +33,11 @@ _LARGEST_EVALUATION = 10 * 2**20  # bytes of a file; those that Unfog writes hav
 _LARGEST_REPORT = 64 * 2**20  # bytes of data.json, which names every file
 _DEEPEST = 8  # lists in lists that are written out
 _LONGEST = 2000  # characters of a field of an event
+_OBEYS = ("value", "low", "high", "n", "real", "real_low", "real_high", "shuffled")
+_OBEYS_TEXTS = ("condition", "measure", "obeyed")
+_OBEYS_HEADS = ("condition", "measure", "samples", "95% interval", "real images", "shuffled", "n", "obeyed")
+_WORTH_HEADS = ("condition", "shuffled", "95% interval", "not given", "95% interval")
+_WORTH = ("loss", "n", "shuffled", "shuffled_low", "shuffled_high", "none", "none_low", "none_high")
 _NUMBERS = ("value", "low", "high", "n", "n_reference", "real", "real_low", "real_high")
 _LINES = ("x", "generated", "real", "low", "high")  # of a curve of an evaluation
 _MOST_CHARTS = 4  # of spectra, and of histograms, of an evaluation
@@ -129,10 +134,8 @@ def read_evaluations(run: Path) -> list[dict[str, Any]]:
 def _evaluation(path: Path, stored: Mapping[str, Any], here: bool) -> dict[str, Any]:
     measured = []
     for one in [one for one in stored["measured"] if isinstance(one, dict)]:
-        numbers = {name: finite_number(one.get(name)) for name in _NUMBERS}
-        texts = {name: plain_text(one.get(name) or "") for name in ("features", "resize", "note")}
-        found = {name: None if math.isnan(number) else number for name, number in numbers.items()}
-        measured.append({"metric": str(one["metric"]), **found, **texts})
+        found = _numbers_and_texts(one, _NUMBERS, ("features", "resize", "note"))
+        measured.append({"metric": str(one["metric"]), **found})
     copies = []
     for one in stored["copies"]:
         name = Path(str(one.get("picture", "")))
@@ -148,7 +151,50 @@ def _evaluation(path: Path, stored: Mapping[str, Any], here: bool) -> dict[str, 
         "measured": measured,
         "copies": copies,
         "charts": _charts(stored.get("curves"), measured),
+        "tables": [*_condition_tables(stored)],
     }
+
+
+def _numbers_and_texts(one: Mapping[str, Any], numbers: Sequence[str], texts: Sequence[str]) -> dict[str, Any]:
+    """Return these entries of a stored result, which anybody may have edited: finite numbers or None, and texts."""
+    found = {name: finite_number(one.get(name)) for name in numbers}
+    plain = {name: None if math.isnan(number) else number for name, number in found.items()}
+    return {**plain, **{name: plain_text(one.get(name) or "")[:_LONGEST] for name in texts}}
+
+
+def _condition_tables(stored: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield title, heads and rows of the tables of conditions: whether samples obey them, and their worth."""
+    if rows := [_numbers_and_texts(one, _OBEYS, _OBEYS_TEXTS) for one in _lists(stored.get("obeys"))]:
+        cells = [
+            (
+                *(one["condition"], one["measure"], _short(one["value"]), _between(one["low"], one["high"])),
+                f"{_short(one['real'])} ({_between(one['real_low'], one['real_high'])})" if one["real"] else "–",
+                *(_short(one["shuffled"]), _short(one["n"]), one["obeyed"]),
+            )
+            for one in rows
+        ]
+        title = f"Samples and what was asked, by a judge: {plain_text(stored.get('judge') or '')[:_LONGEST]}"
+        yield {"title": title, "heads": _OBEYS_HEADS, "rows": cells}
+    if rows := [_numbers_and_texts(one, _WORTH, ("condition",)) for one in _lists(stored.get("worth"))]:
+        which = ("shuffled", "none")
+        cells = [
+            (
+                one["condition"],
+                *(t for k in which for t in (_short(one[k]), _between(one[f"{k}_low"], one[f"{k}_high"]))),
+            )
+            for one in rows
+        ]
+        loss, n = _short(rows[0]["loss"]), _short(rows[0]["n"])
+        title = f"Rise of the held-out loss, {loss} of {n} images, with conditions of others or none"
+        yield {"title": title, "heads": _WORTH_HEADS, "rows": cells}
+
+
+def _short(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def _between(low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f"{low:.4g} to {high:.4g}"
 
 
 def _charts(curves: object, measured: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:

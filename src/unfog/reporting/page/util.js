@@ -201,8 +201,8 @@ export function radios(name, legend, labels, chosen, choose) {
 }
 
 // A range input.
-export function range(value, min, max, choose, {step = 1, said = nothing, off = false} = {}) {
-	return html`<input type="range" min=${min} max=${max} step=${step} .value=${String(value)} aria-valuetext=${said} ?disabled=${off} @input=${(e) => choose(Number(e.target.value))}>`;
+export function range(value, min, max, choose, {step = 1, said = nothing, off = false, label = nothing} = {}) {
+	return html`<input type="range" min=${min} max=${max} step=${step} .value=${String(value)} aria-label=${label} aria-valuetext=${said} ?disabled=${off} @input=${(e) => choose(Number(e.target.value))}>`;
 }
 
 // Whether a text has all words that are searched for.

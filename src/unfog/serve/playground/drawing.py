@@ -27,7 +27,7 @@ from unfog.errors import RequestError
 from unfog.files.cache_folder import cache_folder
 from unfog.files.safe_files import make_folder, read_file, remove, write_atomic
 from unfog.reporting.image_grids import Pixels
-from unfog.serve.run_files import checkpoint_steps
+from unfog.serve.run_files import checkpoint_steps, conditions_of
 from unfog.values.image_format import are_pictures
 
 _MOST_FILES, _MOST_BYTES = 100, 2**25  # of a folder of runs
@@ -36,7 +36,7 @@ _SUFFIX = ".drawing"
 SAMPLERS, GRIDS = get_args(Kind), get_args(Grid)
 MOST_IMAGES, _MOST_STEPS, _MOST_REPEATS = 64, 1000, 50
 _SETTINGS = tuple(f.name for f in fields(SamplingRequest) if f.name not in ("batch", "precision"))
-_OF_RUN = ("label", "weights", "ema", "checkpoint", "guide")
+_OF_RUN = ("label", "given", "weights", "ema", "checkpoint", "guide")
 _GUIDES = ("auto", "none")  # not another run: the page opens no others
 _MANIFEST_BYTES = 2**24
 
@@ -207,6 +207,9 @@ def read_request(run: Path, settings: Mapping[str, Any], edits: bool, masked: bo
     for name, most in limits.items():
         if (getattr(request, name) or 0) > most:
             raise RequestError(f"{name} = {getattr(request, name)} is too large for the page: at most {most}")
+    if request.given:
+        conditions = conditions_of(run)
+        conditions.parse(conditions.read_words(request.given))
     if not edits and (request.strength, request.repeats) != (None, None):
         raise RequestError("strength and repeats need an image to edit")
     return request
@@ -249,6 +252,8 @@ def python_of(request: SampleRequest) -> str:
     names = {"weights": "weights", "ema": "ema", "checkpoint": "step"}
     load = [f"{names[name]}={settings.pop(name)!r}" for name in names if name in settings]
     count = settings.pop("n")
+    if "given" in settings:
+        settings["given"] = conditions_of(request.run).read_words(settings["given"])
     sample = [f"{name}={tuple(value) if isinstance(value, list) else value!r}" for name, value in settings.items()]
     loaded = ", ".join([repr(str(request.run)), *load])
     return f"import unfog\n\nrun = unfog.load({loaded})\nimages = run.sample({', '.join([str(count), *sample])})\n"

@@ -54,15 +54,12 @@ class Studio:
             raise RequestError(
                 f"the playground draws pictures of 8 bits, and this run has {format}; use `unfog sample`"
             )
-        if columns := run.config.columns:
-            names = ", ".join(one.name for one in columns)
-            raise RequestError(f"the playground has no fields for {names}; use `unfog sample` with --given NAME=VALUE")
         if channel.is_cancelled(job):
             channel.send("done", job, stopped=True, images=[0], seconds=0.0, calls=0)
             return
         image, mask = _inputs(message)
         settings = dict(head["settings"])
-        count = settings.pop("n")
+        count, given = settings.pop("n"), run.config.conditions.read_words(settings.pop("given", ()))
         edit = build_edit(run.config, image, mask, settings.get("strength"), settings.get("repeats"))
         kind, steps, grid = (settings.get(name) for name in ("sampler", "steps", "grid"))
         sampler = run.sampler(kind, steps, grid, settings.get("levels", ()))
@@ -73,7 +70,7 @@ class Studio:
         parts, device = -(-count // batch), str(run.device)
         channel.send("began", job, steps=total, batches=parts, device=device, size=format.size)
         began = time.monotonic()
-        images = run.sample(count, image=image, mask=mask, observe=watch, batch=batch, **settings)
+        images = run.sample(count, given=given, image=image, mask=mask, observe=watch, batch=batch, **settings)
         facts: dict[str, Any] = {"seconds": round(time.monotonic() - began, 3), "calls": run.calls}
         if edit is not None and edit.unknown is not None and len(images):
             known = ~edit.unknown[0].numpy()

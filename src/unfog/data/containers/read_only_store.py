@@ -1,34 +1,34 @@
-"""A folder as a store of the zarr library, without links and without writing."""
+"""The files of a Zarr store as a store of the zarr library, without links and without writing."""
 
 from __future__ import annotations
 
-import os
+import zipfile
 from collections.abc import AsyncIterator, Iterable
-from pathlib import Path
 from typing import Any
 
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 
-from unfog.files.safe_files import open_file
+from unfog.data.containers.store_files import StoreFiles
 
 
-class FolderStore(Store):  # type: ignore[misc]
-    """Files below a folder. A link, to a file or on the way to it, is an OSError, and so is a missing folder.
+class ReadOnlyStore(Store):  # type: ignore[misc]
+    """Files by their keys. A link, a folder or a missing store is an OSError.
 
     Args:
-        root: the folder.
-        mark: path of a file that stays there while the store does. Without it a missing chunk is not one of the fill
+        files: the files.
+        mark: key of a file that stays there while the store does. Without it a missing chunk is not one of the fill
             value.
+        most: bytes of a file, or of the part of one that is read. `most` may be set later. ValueError for more.
     """
 
     supports_writes = supports_deletes = supports_listing = False
 
-    def __init__(self, root: Path, mark: str) -> None:
+    def __init__(self, files: StoreFiles, mark: str, most: int) -> None:
         super().__init__(read_only=True)
-        self._root, self._mark = root, mark
+        self._files, self._mark, self.most = files, mark, most
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, FolderStore) and self._root == other._root
+        return isinstance(other, ReadOnlyStore) and self._files is other._files
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -38,13 +38,18 @@ class FolderStore(Store):  # type: ignore[misc]
         if ".." in key.split("/"):
             return None
         try:
-            with open_file(self._root / key, "rb", self._root) as file:
-                start, size = _extent(os.fstat(file.fileno()).st_size, byte_range)
+            file, length = self._files.open(key)
+            with file:
+                start, size = _extent(length, byte_range)
+                if size > self.most:
+                    raise ValueError(f"a chunk of {size:,} bytes, and the shape of chunks has {self.most:,} at most")
                 file.seek(start)
                 data = file.read(size)
         except FileNotFoundError:
-            open_file(self._root / self._mark, "rb", self._root).close()
+            self._files.open(self._mark)[0].close()
             return None
+        except zipfile.BadZipFile as error:  # a wrong checksum
+            raise ValueError(str(error)) from None
         return (prototype or default_buffer_prototype()).buffer.from_bytes(data)
 
     async def get_partial_values(self, prototype: Any, key_ranges: Iterable[tuple[str, Any]]) -> list[Any]:

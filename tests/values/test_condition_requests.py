@@ -10,8 +10,8 @@ from unfog.config.toml import update
 from unfog.errors import RequestError
 from unfog.values.columns import Column
 from unfog.values.condition_format import ConditionFormat, facts_of
-from unfog.values.condition_grid import ConditionGrid, parse_grid
-from unfog.values.guidance import parse_weights, passes, spell_guidance
+from unfog.values.condition_kinds import ColumnFacts
+from unfog.values.condition_requests import ConditionGrid, parse_grid, parse_weights, passes, spell_guidance
 
 FORMAT = ConditionFormat(
     ("cat", "dog"),
@@ -146,6 +146,13 @@ def test_what_is_no_grid_is_refused(asked, said):
         return
     with pytest.raises(RequestError, match=said):
         shown(asked)
+
+
+def test_captions_may_have_commas_and_any_word():
+    facts = ColumnFacts("text", "text", (), (256.0, 24.0))  # bytes alone
+    captions = ConditionFormat(columns=(facts,))
+    _, names = captions.crossed(parse_grid(["text=a red, round heart; all"]), {})
+    assert names.across == ("text=a red, round heart", "text=all")
 
 
 def test_conditions_outside_of_the_grid_have_one_value():

@@ -1,0 +1,111 @@
+"""Worth of a condition: the rise of the loss of held-out images without it, or with that of another image.
+
+The noise, its levels and the images are the same, so that the differences are paired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, LossAt, MeanEstimate
+from unfog.evaluation.metrics import Z
+from unfog.values.condition_kinds import Span
+from unfog.values.conditions import Conditions
+
+ALL = "all"
+"""Name of all conditions together."""
+_Difference: TypeAlias = tuple[float | None, float | None, float | None]  # and the ends of its interval
+
+
+@dataclass(frozen=True)
+class ConditionWorth:
+    """Differences of the held-out loss to that with the right conditions, with 95% intervals; None if not measured."""
+
+    condition: str
+    """Its name; `ALL` for all of them together."""
+    loss: float
+    """With the right conditions."""
+    shuffled: float | None
+    """How much higher the loss is with the condition of another image."""
+    shuffled_low: float | None
+    shuffled_high: float | None
+    none: float | None
+    """How much higher the loss is without the condition; None if the network was not trained without it."""
+    none_low: float | None
+    none_high: float | None
+    n: int
+    """Held-out images."""
+
+
+def condition_worth(
+    held_out: HeldOut | HeldOutBuckets,
+    loss_at: LossAt,
+    places: Mapping[str, Span],
+    trained_without: Callable[[str], bool],
+    batch: int,
+    progress: Callable[[int], None] = lambda images: None,
+) -> list[ConditionWorth]:
+    """Return the worth of each condition, and then of all together, if there are several.
+
+    Args:
+        held_out: two images or more.
+        loss_at: the loss of the network.
+        places: of each condition, by name.
+        trained_without: says whether the condition of a name, or `ALL`, was hidden from some training images.
+        batch: images in one forward pass.
+        progress: called with the number of images of each pass.
+    """
+    parts = held_out.parts if isinstance(held_out, HeldOutBuckets) else (held_out,)
+    told = parts[0].conditions
+    for part in parts[1:]:
+        told = told.cat(part.conditions)
+    other, hidden = told.rows(another_image(held_out.images)), told.dropped()
+
+    def losses(conditions: Conditions) -> Tensor:
+        sizes, found, first = [part.images for part in parts], [], 0
+        for part, size in zip(parts, sizes):
+            own = part._replace(conditions=conditions.rows(slice(first, first + size)))
+            found.append(own.losses(loss_at, batch, progress=progress)[0])
+            first += size
+        return torch.cat(found, 1)
+
+    right, worth = losses(told), list[ConditionWorth]()
+    for name, spans in _groups(places):
+        shuffled = _difference(losses(told.taking(spans, other)), right)
+        without: _Difference = (None, None, None)
+        if trained_without(name):
+            without = _difference(losses(told.taking(spans, hidden)), right)
+        found = ConditionWorth(name, float(right.mean()), *shuffled, *without, held_out.images)
+        worth.append(found)
+    return worth
+
+
+def passes(places: Mapping[str, Span], trained_without: Callable[[str], bool]) -> int:
+    """Return how often `condition_worth` computes the loss of all images at all levels."""
+    return 1 + sum(1 + trained_without(name) for name, _ in _groups(places))
+
+
+def another_image(count: int) -> Tensor:
+    """Return the number of another image for each of `count` images, int64 [count]: one cycle, of a fixed seed."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    other = torch.empty_like(order)
+    other[order] = order.roll(1)
+    return other
+
+
+def _groups(places: Mapping[str, Span]) -> Iterator[tuple[str, Sequence[Span]]]:
+    yield from ((name, (place,)) for name, place in places.items())
+    if len(places) > 1:
+        yield ALL, tuple(places.values())
+
+
+def _difference(losses: Tensor, right: Tensor) -> _Difference:
+    found = MeanEstimate.over_images(losses - right)
+    if found.error != found.error:  # of a single image
+        return found.value, None, None
+    return found.value, found.value - Z * found.error, found.value + Z * found.error

@@ -1,0 +1,244 @@
+"""Scores of conditions: whether images have what was asked, by what a judge reads from them, for each kind.
+
+A judge has outputs [N, K] for each column. A new kind is a class here and in `JUDGED`. Conditions that are images need
+no judge: `evaluation.image_agreement` compares samples with the true images.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from unfog.evaluation.metrics import wilson_interval
+from unfog.values.condition_kinds import ColumnFacts, kind_of
+
+FEWEST = 10
+"""Fewest images with a known value that are scored."""
+ACCURACY, ERROR, R2, PRECISION = "accuracy", "error", "R2", "average precision"
+_DRAWS = 400  # of the bootstrap
+_SHUFFLES = 20  # whose mean is the score of shuffled conditions
+_VALUES = 2**28  # weighted values that a bootstrap may compute; fewer draws for more images or categories
+_FEWEST_DRAWS = 40
+# Share of the way from the score of shuffled conditions to that of real images, from which a condition is obeyed.
+_REACHED = 0.9
+
+
+@dataclass(frozen=True)
+class ConditionScore:
+    """Score of one condition: how well what a judge reads from samples agrees with what was asked; 95% intervals."""
+
+    condition: str
+    kind: str
+    measure: str
+    """Accuracy, error (root mean square, in the units of the source), R2 or average precision."""
+    value: float
+    low: float
+    high: float
+    n: int
+    """Samples that were given a value."""
+    real: float | None
+    """The same score of real images that the judge was not trained on, with their own values; None if too few have."""
+    real_low: float | None
+    real_high: float | None
+    n_real: int
+    shuffled: float
+    """The score of the same samples if each is compared with what was asked of another."""
+
+    obeyed: str = ""
+    """Whether samples have what was asked: "yes", "partly", "no", or why that is not known."""
+
+
+class JudgedKind:
+    """Base of the kinds: the outputs of a judge for columns of a kind, their loss and their scores."""
+
+    measures: ClassVar[tuple[str, ...]]
+    """The first one is at most 1, and 1 is perfect."""
+
+    def outputs(self, facts: ColumnFacts) -> int:
+        """Return the number K of outputs of the judge."""
+        return kind_of(facts.kind).width(facts)
+
+    def target(self, facts: ColumnFacts, values: NDArray[Any]) -> Tensor:
+        """Return values [N, …] of a column as float32 [N, T] to train on and to score with; NaN where not known."""
+        raise NotImplementedError
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the mean loss of outputs [N, K] for targets [N, T], all of them known."""
+        raise NotImplementedError
+
+    def score(self, measure: str, facts: ColumnFacts, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+        """Return the score, float64 [G], for each row of the weights [G, N] of images; NaN where it has no value."""
+        raise NotImplementedError
+
+
+class _OneOfSeveral(JudgedKind):
+    """Classes and categories."""
+
+    measures = (ACCURACY,)
+
+    def outputs(self, facts: ColumnFacts) -> int:
+        return len(facts.categories)
+
+    def target(self, facts: ColumnFacts, values: NDArray[Any]) -> Tensor:
+        index = torch.from_numpy(np.asarray(values, np.float32))[:, None]
+        return index.masked_fill(index < 0, math.nan)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target[:, 0].long())
+
+    def score(self, measure: str, facts: ColumnFacts, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+        return weights @ (output.argmax(1) == target[:, 0]).double() / weights.sum(1)
+
+
+class _Numbers(JudgedKind):
+    """Numbers and vectors, standardised by the training images."""
+
+    measures: ClassVar[tuple[str, ...]] = (R2,)
+
+    def target(self, facts: ColumnFacts, values: NDArray[Any]) -> Tensor:
+        size = len(facts.statistics) // 4
+        mean, deviation = (np.array(facts.statistics[i * size : (i + 1) * size]) for i in (0, 1))
+        return torch.from_numpy(((np.asarray(values).reshape(-1, size) - mean) / deviation).astype(np.float32))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().mean()
+
+    def score(self, measure: str, facts: ColumnFacts, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+        shares = weights / weights.sum(1, keepdim=True)
+        error = shares @ (output - target).double().square()  # [G, T]
+        if measure == ERROR:
+            return error[:, 0].sqrt() * facts.statistics[1]
+        asked = target.double()
+        variance = (shares @ asked.square() - (shares @ asked).square()).sum(1)
+        return torch.where(variance > 1e-9, 1 - error.sum(1) / variance, math.nan)
+
+
+class _Number(_Numbers):
+    measures: ClassVar[tuple[str, ...]] = (R2, ERROR)
+
+
+class _AnyOfSeveral(JudgedKind):
+    measures = (PRECISION,)
+
+    def target(self, facts: ColumnFacts, values: NDArray[Any]) -> Tensor:
+        present = torch.from_numpy(np.asarray(values, np.float32))
+        return present.masked_fill(present < 0, math.nan)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(output, target)
+
+    def score(self, measure: str, facts: ColumnFacts, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+        each = [average_precision(output[:, k], target[:, k], weights) for k in range(target.shape[1])]
+        return torch.stack(each).nanmean(0)
+
+
+def average_precision(output: Tensor, present: Tensor, weights: Tensor) -> Tensor:
+    """Return the average precision of outputs [N] for `present` [N], 1 or 0, for each row of weights [G, N].
+
+    It is the mean over the images that have a category of the share of such images among all whose output is as high.
+    NaN where no image has the category, or all have.
+    """
+    ordered, order = output.sort(descending=True, stable=True)
+    hits = present[order].double() * weights[:, order]
+    found, seen = hits.cumsum(1), weights[:, order].double().cumsum(1)
+    # Images with equal outputs are taken together: at the last of them.
+    last = torch.searchsorted(-ordered, -ordered, right=True) - 1
+    precision = found[:, last] / seen[:, last].clamp(min=1e-300)
+    total = hits.sum(1)
+    mean = (hits * precision).sum(1) / total.clamp(min=1e-300)
+    return mean.masked_fill((total <= 0) | (total >= weights.sum(1)), math.nan)
+
+
+JUDGED: dict[str, JudgedKind] = {
+    "class": _OneOfSeveral(),
+    "category": _OneOfSeveral(),
+    "number": _Number(),
+    "several": _AnyOfSeveral(),
+    "vector": _Numbers(),
+}
+
+
+def score_condition(
+    facts: ColumnFacts, samples: tuple[Tensor, NDArray[Any]], real: tuple[Tensor, NDArray[Any]]
+) -> list[ConditionScore]:
+    """Return the scores of a condition; [] if too few samples were given a value, or all were given the same one.
+
+    `samples` and `real` are outputs of the judge [N, K] and values [N, …] of the column: those that were asked, and
+    those of real images. All is computed from fixed seeds.
+    """
+    kind, found = JUDGED[facts.kind], list[ConditionScore]()
+    output, target = _known(kind, facts, *samples)
+    real_output, real_target = _known(kind, facts, *real)
+    if len(target) < FEWEST:
+        return found
+    for measure in kind.measures:
+        value, low, high = _with_interval(kind, measure, facts, output, target)
+        if math.isnan(value):
+            continue
+        reached = _NONE if len(real_target) < FEWEST else _with_interval(kind, measure, facts, real_output, real_target)
+        real_value, real_low, real_high = (None if math.isnan(each) else each for each in reached)
+        shuffled = _shuffled(kind, measure, facts, output, target)
+        drawn = facts.name, facts.kind, measure, value, low, high, len(target)
+        one = ConditionScore(*drawn, real_value, real_low, real_high, len(real_target), shuffled)
+        found.append(replace(one, obeyed=_obeyed(one)))
+    return found
+
+
+def _obeyed(one: ConditionScore) -> str:
+    if one.real is None or one.real_low is None or one.real_high is None:
+        return "too few real images"
+    way = one.real - one.shuffled
+    sign = -1 if one.measure == ERROR else 1
+    if sign * way <= 0 or one.real_low <= one.shuffled <= one.real_high:
+        return "the judge cannot see it"
+    low, high = sorted((end - one.shuffled) / way for end in (one.low, one.high))
+    if low <= 0:
+        return "no" if high < _REACHED else "too few samples"
+    return "yes" if high >= _REACHED else "partly"
+
+
+_NONE = (math.nan, math.nan, math.nan)
+
+
+def main_scores(scores: Sequence[ConditionScore]) -> list[ConditionScore]:
+    """Return the first score of each condition, which is at most 1."""
+    return [one for one in scores if one.measure == JUDGED[one.kind].measures[0]]
+
+
+def _known(kind: JudgedKind, facts: ColumnFacts, output: Tensor, values: NDArray[Any]) -> tuple[Tensor, Tensor]:
+    target = kind.target(facts, values)
+    known = target.isfinite().all(1)
+    return output[known], target[known]
+
+
+def _with_interval(
+    kind: JudgedKind, measure: str, facts: ColumnFacts, output: Tensor, target: Tensor
+) -> tuple[float, float, float]:
+    """Return a score with its 95% interval: Wilson's for a share of images, else of the bootstrap over images."""
+    n = len(target)
+    value = float(kind.score(measure, facts, output, target, torch.ones(1, n, dtype=torch.float64)))
+    if measure == ACCURACY:
+        return value, *wilson_interval(value, n)
+    draws = max(_FEWEST_DRAWS, min(_DRAWS, _VALUES // (n * target.shape[1])))
+    chosen = torch.randint(n, (draws, n), generator=torch.Generator().manual_seed(0))
+    weights = torch.zeros(draws, n, dtype=torch.float64).scatter_add_(1, chosen, torch.ones(draws, n).double())
+    scores = kind.score(measure, facts, output, target, weights)
+    scores = scores[scores.isfinite()]
+    if not len(scores):
+        return value, value, value
+    low, high = torch.quantile(scores, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return value, min(low, value), max(high, value)
+
+
+def _shuffled(kind: JudgedKind, measure: str, facts: ColumnFacts, output: Tensor, target: Tensor) -> float:
+    generator, ones = torch.Generator().manual_seed(0), torch.ones(1, len(target), dtype=torch.float64)
+    orders = [torch.randperm(len(target), generator=generator) for _ in range(_SHUFFLES)]
+    return float(torch.cat([kind.score(measure, facts, output, target[order], ones) for order in orders]).mean())

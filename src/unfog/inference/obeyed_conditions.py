@@ -1,0 +1,147 @@
+"""Obedience of samples to the conditions that were asked, by a judge from the cache; and the worth of conditions."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from unfog.config.requests.evaluate import OBEYS, WORTH
+from unfog.config.schema import Config
+from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
+from unfog.errors import RequestError
+from unfog.evaluation.condition_worth import ALL, ConditionWorth, condition_worth, passes
+from unfog.evaluation.features import PixelSource
+from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, LossAt
+from unfog.evaluation.judge import VERSION, Batch, Judge
+from unfog.evaluation.judged_kinds import JUDGED, ConditionScore, score_condition
+from unfog.files.cache_folder import cache_folder, hold, make_room, release
+from unfog.files.safe_files import tensor_file, write_atomic
+from unfog.reporting.progress import Progress, plural
+from unfog.values.columns import Column
+from unfog.values.condition_format import ConditionFormat
+from unfog.values.condition_kinds import ColumnFacts
+
+_AT_ONCE = 250  # images that are read and judged
+_MOST_REAL = 2000  # real images whose scores are compared with those of samples
+_FEW_HELD_OUT = 50  # held-out images below which training images are kept from the judge as well
+_KEPT = 5  # one of so many training images then
+
+
+def judged_columns(format: ConditionFormat) -> tuple[ColumnFacts, ...]:
+    """Return the conditions that a judge can read from images; one class or category alone says nothing."""
+    return tuple(one for one in format.facts if one.kind in JUDGED and (one.statistics or len(one.categories) > 1))
+
+
+def check_condition_metrics(metrics: Sequence[str], conditions: ConditionFormat) -> None:
+    """Raise RequestError if one of the metrics is of conditions that a run does not have, or that have no judge."""
+    if wrong := [name for name in (OBEYS, WORTH) if name in metrics and not conditions.can_be_dropped]:
+        raise RequestError(f"{wrong[0]} is of runs with conditions, and this one has none; leave it out")
+    if OBEYS in metrics and not judged_columns(conditions):
+        raise RequestError(f"{OBEYS} has no judge for {', '.join(map(str, conditions.facts))}; leave it out")
+
+
+@dataclass(frozen=True, eq=False)
+class ConditionJudge:
+    """A judge of the conditions of a run, with what it reads from real images that it was not trained on."""
+
+    judge: Judge
+    columns: tuple[ColumnFacts, ...]
+    real: list[Tensor]
+    """Outputs for each column, [N, K] each."""
+    real_values: list[NDArray[np.generic]]
+    """Values of each column of the same images, [N, …] each."""
+    description: str
+
+    @classmethod
+    def open(cls, config: Config, dataset: Dataset) -> ConditionJudge:
+        """Return the judge of a run from the cache, or train it. `judged_columns` of the run may not be empty."""
+        columns, train = judged_columns(config.conditions), dataset.train
+        judge = Judge.untrained(columns, dataset.settings.image_format)
+        rows = evenly_spaced(len(train), judge.most_images)
+        held_out = evenly_spaced(len(dataset.held_out), _MOST_REAL)
+        kept = rows[::_KEPT] if len(held_out) < _FEW_HELD_OUT else rows[:0]
+        rows = np.setdiff1d(rows, kept)
+        _train(judge, train, rows, config.data.flip)
+        sets = [(dataset.held_out, held_out), (train, kept)]
+        outputs, values = list[list[Tensor]](), list[Sequence[NDArray[np.generic]]]()
+        for stored, own in chain(*(_batches(images, some, columns) for images, some in sets)):
+            outputs.append(judge.read([stored]))
+            values.append(own)
+        parts = [plural(len(held_out), "held-out image")] * bool(len(held_out))
+        parts += [f"{plural(len(kept), 'training image')} that it was not trained on"] * bool(len(kept))
+        trained = f"{plural(len(rows), 'training image')} at {judge.grid[1]}x{judge.grid[0]}"
+        said = f"a small network trained on {trained}; real images: {' and '.join(parts)}"
+        if others := [one.name for one in config.conditions.facts if one not in columns]:
+            said += f"; without a judge: {', '.join(others)}"
+        read = [torch.cat(each) for each in zip(*outputs)]
+        return cls(judge, columns, read, [np.concatenate(each) for each in zip(*values)], said)
+
+    def score(self, samples: Iterable[NDArray[np.generic]], given: Mapping[str, Column]) -> list[ConditionScore]:
+        """Return the scores of samples, parts [n, C, H, W] of stored values, that were drawn with these columns."""
+        scores = list[ConditionScore]()
+        for one, output, real, values in zip(self.columns, self.judge.read(samples), self.real, self.real_values):
+            if one.name in given:
+                scores += score_condition(one, (output, given[one.name].values), (real, values))
+        return scores
+
+
+def in_parts(samples: PixelSource) -> Iterator[NDArray[np.generic]]:
+    """Yield samples [N, C, H, W], or a source of them by slices, in the parts that `ConditionJudge.score` takes."""
+    for first in range(0, len(samples), _AT_ONCE):
+        yield samples[first : min(first + _AT_ONCE, len(samples))]
+
+
+def _train(judge: Judge, images: ImageSet, rows: NDArray[np.int64], flip: bool) -> None:
+    """Load the weights of a judge from the cache, or train it on these rows and keep them there."""
+    facts = (VERSION, images.fingerprint, judge.facts, judge.format, len(rows), len(images), flip)
+    key = hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    path = cache_folder() / f"judge-{key}.safetensors"
+    hold(path)
+    with suppress(OSError, SafetensorError):
+        if judge.load(load_file(tensor_file(path, cache_folder()))):
+            release(path)
+            return
+    with Progress("training a judge of the conditions", None) as progress:
+        judge.train(_batches(images, rows, judge.facts), flip, progress.set)
+    with suppress(OSError):  # without room it is trained anew
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, save(judge.weights()), cache_folder(), shared=True)
+        make_room()
+    release(path)
+
+
+def _batches(images: ImageSet, rows: NDArray[np.int64], columns: Iterable[ColumnFacts]) -> Iterator[Batch]:
+    for first in range(0, len(rows), _AT_ONCE):
+        taken = images.take(rows[first : first + _AT_ONCE])
+        yield taken.pixels, [taken.columns[one.name].values for one in columns]
+
+
+def measure_worth(
+    config: Config, held_out: HeldOut | HeldOutBuckets, loss_at: LossAt, batch: int
+) -> list[ConditionWorth]:
+    """Return the worth of each condition of a run, in the loss of its held-out images."""
+    places, trained = config.conditions.places, _hidden_in_training(config)
+    count = passes(places, trained) * held_out.images * config.evaluate.levels
+    with Progress("measuring what conditions are worth", count) as progress:
+        return condition_worth(held_out, loss_at, places, trained, batch, progress.advance)
+
+
+def _hidden_in_training(config: Config) -> Callable[[str], bool]:
+    """Return whether the condition of a name was hidden from some training images, by itself or with all others."""
+    alone = len(config.conditions.places) == 1
+    by_itself = config.condition_dropout > 0 and bool(config.columns)
+
+    def hidden(name: str) -> bool:
+        return config.label_dropout > 0 if name == ALL else by_itself or (alone and config.label_dropout > 0)
+
+    return hidden

@@ -1,0 +1,192 @@
+"""The judge of conditions: what it reads from images of any format, and the scores of what was asked."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from unfog.evaluation.condition_worth import ALL, another_image, condition_worth
+from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, midpoints
+from unfog.evaluation.judge import Judge
+from unfog.evaluation.judged_kinds import JUDGED, average_precision, main_scores, score_condition
+from unfog.values.columns import Column
+from unfog.values.condition_format import ConditionFormat, conditions_of, facts_of
+from unfog.values.condition_kinds import KINDS, ColumnFacts
+from unfog.values.image_format import ImageFormat, StoredValues
+
+NAN = float("nan")
+
+
+def drawn(count: int, seed: int) -> tuple[np.ndarray, dict[str, Column]]:
+    """Images float32 [N, 3, 12, 20] with unknown pixels, and columns of all kinds, which are seen in them."""
+    draw = np.random.default_rng(seed)
+    shade, side = draw.uniform(-1, 1, count), draw.integers(0, 2, count)
+    marks, place = draw.integers(0, 2, (count, 2)), draw.uniform(0, 1, (count, 2))
+    y, x = np.mgrid[:12, :20] / np.array([12, 20])[:, None, None]
+    blob = np.exp(-(((y - place[:, :1, None]) ** 2 + (x - place[:, 1:, None]) ** 2) * 20))
+    images = np.stack([np.broadcast_to(shade[:, None, None], blob.shape), blob, np.zeros_like(blob)], 1)
+    images[:, 2] += np.where(side[:, None, None] == 0, x < 0.5, x >= 0.5)
+    images[:, 0, 0] += marks[:, :1]
+    images[:, 0, -1] += marks[:, 1:]
+    images = (images + 0.05 * draw.normal(size=images.shape)).astype(np.float32) * 500 + 4000
+    images[draw.uniform(size=images.shape) < 0.05] = np.nan
+    shade[::9], side[::8] = np.nan, -1
+    marks[::7], place[::6] = -1, np.nan
+    columns = [
+        Column("class", "class", draw.integers(0, 3, count), ("a", "b", "c")),  # not seen in them
+        Column("marks", "several", marks.astype(np.int8), ("top", "bottom")),
+        Column("place", "vector", place),
+        Column("shade", "number", shade * 10 + 50),
+        Column("side", "category", side, ("left", "right")),
+    ]
+    return images, {one.name: one for one in columns}
+
+
+FORMAT = ImageFormat.of(3, "20x12", StoredValues("float32", 3000, 5000, unknown="nan"))
+
+
+def batches(images, columns, facts, each=250):
+    for first in range(0, len(images), each):
+        rows = slice(first, first + each)
+        yield images[rows], [columns[one.name].values[rows] for one in facts]
+
+
+def trained() -> Judge:
+    images, columns = drawn(600, 0)
+    facts = (ColumnFacts("class", "class", columns["class"].categories), *facts_of(columns.values()))
+    judge = Judge.untrained(facts, FORMAT)
+    judge.train(batches(images, columns, facts))
+    return judge
+
+
+@pytest.mark.slow
+def test_all_kinds_are_read_from_images_of_any_format_and_a_broken_model_is_noticed():
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    judge = trained()
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.get_num_threads() == threads
+    images, columns = drawn(300, 1)
+    outputs = judge.read([images[:200], images[200:]])
+
+    def scores(asked):
+        found = {}
+        for one, output in zip(judge.facts, outputs, strict=True):
+            known = (output, columns[one.name].values)
+            found |= {(s.condition, s.measure): s for s in score_condition(one, (output, asked(known[1])), known)}
+        return found
+
+    right, broken = scores(lambda values: values), scores(lambda values: values[another_image(300)])
+    assert {name for name, _ in right} == {"class", "marks", "place", "shade", "side"}
+    for (name, measure), one in right.items():
+        assert one.low <= one.value <= one.high
+        assert one.n_real == one.n == {"class": 300, "marks": 257, "place": 250, "shade": 266, "side": 262}[name]
+        if name == "class":
+            assert one.obeyed == "the judge cannot see it"
+            continue
+        assert one.obeyed == "yes", one
+        assert one.value < 1 if measure == "error" else one.value > 0.9, one
+        worse = broken[name, measure]
+        assert worse.obeyed == "no", worse
+        assert worse.value == pytest.approx(worse.shuffled, abs=0.3 if measure != "error" else 2)
+        assert worse.real == one.real
+    assert [one.measure for one in main_scores([*right.values()])] == [
+        "accuracy",
+        "average precision",
+        "R2",
+        "R2",
+        "accuracy",
+    ]
+    # The same images at another size, and a broken image, are read too.
+    assert torch.cat(judge.read([np.full((2, 3, 24, 40), np.inf, np.float32)]), 1).isfinite().all()
+
+
+def test_a_judge_is_the_same_each_time_and_after_it_was_stored(monkeypatch):
+    monkeypatch.setattr("unfog.evaluation.judge._STEPS", (3, 3))
+    judge, again = trained(), trained()
+    images, _ = drawn(20, 1)
+    assert all(torch.equal(a, b) for a, b in zip(judge.read([images]), again.read([images]), strict=True))
+    kept = Judge.untrained(judge.facts, FORMAT)
+    assert kept.load(judge.weights())
+    assert all(torch.equal(a, b) for a, b in zip(judge.read([images]), kept.read([images]), strict=True))
+    for wrong in (
+        {},
+        judge.weights() | {"mean": torch.zeros(4, 1, 1)},
+        judge.weights() | {"mean": torch.full((3, 1, 1), NAN)},
+    ):
+        assert not Judge.untrained(judge.facts, FORMAT).load(wrong)
+
+
+def test_scores_are_those_of_their_definitions():
+    draw = np.random.default_rng(0)
+    asked = draw.normal(50, 10, 200)
+    facts = facts_of([Column("age", "number", asked)])[0]
+    read = asked + draw.normal(0, 3, 200)
+    mean, deviation = facts.statistics[:2]
+    output = torch.from_numpy((read - mean) / deviation).float()[:, None]
+    r2, error = score_condition(facts, (output, asked), (output, asked))
+    assert error.value == pytest.approx(float(np.sqrt(((read - asked) ** 2).mean())), rel=1e-5)
+    assert r2.value == pytest.approx(
+        1 - float(((read - asked) ** 2).sum() / ((asked - asked.mean()) ** 2).sum()), rel=1e-5
+    )
+    # The interval is about that of the delta method: two standard errors of the mean square, through the root.
+    squares = (read - asked) ** 2
+    reach = 1.96 * squares.std() / math.sqrt(200) / (2 * error.value)
+    assert error.high - error.low == pytest.approx(2 * reach, rel=0.3)
+    assert score_condition(facts, (output[:9], asked[:9]), (output, asked)) == []
+    assert (
+        score_condition(facts, (output, np.full(200, 40.0)), (output, asked))[0].measure == "error"
+    )  # R2 has no value
+
+
+def test_average_precision_takes_equal_outputs_together():
+    draw = np.random.default_rng(1)
+    output, present = draw.integers(0, 6, 80), draw.integers(0, 2, 80)
+    weights = draw.integers(0, 3, (4, 80)).astype(float)
+
+    def naive(weight):
+        total = 0.0
+        for i in range(80):
+            as_high = output >= output[i]
+            total += weight[i] * present[i] * (weight * present * as_high).sum() / max(1e-9, (weight * as_high).sum())
+        return total / (weight * present).sum()
+
+    found = average_precision(torch.from_numpy(output), torch.from_numpy(present), torch.from_numpy(weights))
+    assert found.tolist() == pytest.approx([naive(weight) for weight in weights])
+    assert average_precision(torch.ones(5), torch.ones(5), torch.ones(1, 5).double()).isnan().all()
+
+
+def test_every_kind_of_column_has_a_judge():
+    assert {"class", "number", "category", "several", "vector"} <= {*JUDGED} <= {*KINDS}
+
+
+def test_the_worth_of_a_condition_is_what_the_loss_loses_without_it():
+    columns = [
+        Column("age", "number", np.arange(12.0)),
+        Column("place", "vector", np.stack([np.arange(12.0), np.zeros(12)], 1)),
+        Column("useless", "category", np.arange(12) % 3, ("a", "b", "c")),
+    ]
+    format = ConditionFormat(columns=facts_of(columns))
+    told = conditions_of(columns)
+    x0 = torch.arange(12.0)[:, None, None, None].expand(12, 1, 4, 4)
+    held_out = HeldOut(x0, told, midpoints(2))
+
+    def loss_at(x0, conditions, u, noise):
+        off = (conditions.numbers[:, 0] - x0[:, 0, 0, 0]).square().nan_to_num(100.0)
+        return off + (conditions.vectors[:, 0] - x0[:, 0, 0, 0]).abs().nan_to_num(7.0), off
+
+    found = condition_worth(held_out, loss_at, format.places, lambda name: name != "place", 5)
+    assert [one.condition for one in found] == ["age", "place", "useless", ALL]
+    age, place, useless, everything = found
+    other = another_image(12)
+    apart = (other - torch.arange(12)).double()
+    assert (other != torch.arange(12)).all()
+    assert sorted(other.tolist()) == [*range(12)]
+    assert (age.shuffled, age.none) == (pytest.approx(float(apart.square().mean())), pytest.approx(100))
+    assert age.shuffled_low < age.shuffled < age.shuffled_high
+    assert (place.shuffled, place.none, place.none_low) == (pytest.approx(float(apart.abs().mean())), None, None)
+    assert (useless.shuffled, useless.none, useless.n, useless.loss) == (0, 0, 12, 0)
+    assert everything.none == pytest.approx(107)
+    parts = HeldOutBuckets(tuple(HeldOut(x0[a:b], told.rows(slice(a, b)), midpoints(2)) for a, b in ((0, 1), (1, 12))))
+    assert condition_worth(parts, loss_at, format.places, lambda name: True, 5)[0] == replace(age)
