@@ -148,6 +148,13 @@ def test_what_is_no_grid_is_refused(asked, said):
         shown(asked)
 
 
+def test_the_range_of_the_training_images_is_not_outside_of_them():
+    for high in (89.9, 0.1, 1 / 3, 7.7):
+        format = ConditionFormat(columns=(ColumnFacts("age", "number", statistics=(0.0, 1.0, -0.3, high)),))
+        cells, _ = format.crossed(parse_grid(["age=all"]), {})
+        assert not format.concerns(cells)
+
+
 def test_captions_may_have_commas_and_any_word():
     facts = ColumnFacts("text", "text", (), (256.0, 24.0))  # bytes alone
     captions = ConditionFormat(columns=(facts,))

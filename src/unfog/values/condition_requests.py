@@ -175,4 +175,5 @@ def _words(facts: ColumnFacts, asked: object) -> Sequence[object]:
 
 
 def _evenly(low: float, high: float, count: int) -> list[float]:
-    return [((count - 1 - i) * low + i * high) / (count - 1) for i in range(count)]
+    between = [((count - 1 - i) * low + i * high) / (count - 1) for i in range(1, count - 1)]
+    return [low, *between, high]  # the ends exactly, as a value beyond the training images is warned of
