@@ -32,7 +32,7 @@ from unfog.errors import RequestError
 from unfog.files.cache_folder import cache_folder, hold, make_room
 from unfog.files.safe_files import replace_file
 from unfog.text import sanitize
-from unfog.values.axes import USUAL, channel_axis
+from unfog.values.arrays.axes import USUAL, channel_axis
 from unfog.values.image_format import MOST_CHANNELS
 
 _IMAGE_KEYS, _LABEL_KEYS = ("x", "images", "arr_0"), ("y", "labels")

@@ -38,8 +38,8 @@ from unfog.errors import RequestError
 from unfog.files.cache_folder import cache_folder, hold, make_room
 from unfog.files.safe_files import move, open_file, remove
 from unfog.text import sanitize
-from unfog.values.axes import USUAL, channel_axis
-from unfog.values.dimensions import arranged, layout_of
+from unfog.values.arrays.axes import USUAL, channel_axis
+from unfog.values.arrays.dimensions import arranged, layout_of
 
 _LABELS, _VALUES = "labels.json", "conditions.json"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # so that the same images make the same file
