@@ -35,7 +35,7 @@ _OPAQUE = 128  # of 255
 
 
 class _Given(NamedTuple):
-    """A picture that is given."""
+    """A picture as it was given: its name for messages, and how to read it."""
 
     name: str
     read: Callable[[], _Found]

@@ -33,7 +33,7 @@ class GivenTable(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
+        """Number of rows, one for each image to sample."""
         return len(next(iter(self.given.values())))
 
 
