@@ -25,6 +25,7 @@ from unfog.data.buckets.stream import BucketStream
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.device.compilation import compile_errors_explained
+from unfog.diffusion.losses.pixel_loss import CustomLoss
 from unfog.diffusion.weighting import CustomWeighting
 from unfog.errors import Interrupted, LostProcess, RunError
 from unfog.evaluation.features import open_features
@@ -57,6 +58,7 @@ from unfog.runs.previews import Previews
 from unfog.runs.ranks import RunContext, StoppableHooks, broadcast_config, device_for, watch_outages
 from unfog.runs.session import Session
 from unfog.runs.weights.init_weights import adopt_latent_statistics, load_initial_weights
+from unfog.settings import is_auto
 from unfog.text import sanitize
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.format import CheckpointInfo
@@ -69,6 +71,7 @@ from unfog.training.loop import train as advance
 from unfog.training.optimizers import check_resumable
 from unfog.training.settings import Custom
 from unfog.training.state import TrainState
+from unfog.values.image_format import sides_of
 
 
 @caller_flags_kept()
@@ -240,6 +243,8 @@ def check_custom_parts(config: Config) -> None:
         config.network.load()
     if isinstance(config.diffusion.weighting, CustomWeighting):
         config.diffusion.weighting.try_out()
+    if isinstance(config.diffusion.loss, CustomLoss):
+        config.diffusion.loss.try_out(_probable_shape(config), config.data.has_unknown)
     if config.sampler.kind.startswith(PREFIX):
         resolve_step(config.sampler.kind)
     for tracker in config.log.sinks:
@@ -247,6 +252,14 @@ def check_custom_parts(config: Config) -> None:
             resolve_path(tracker, "a tracker")
     if isinstance(config.optimizer.method, Custom):
         check_resumable(config.optimizer.method)
+
+
+def _probable_shape(config: Config) -> tuple[int, int, int]:
+    """Return (C, H, W) of the network's input as far as it is known before the images are read."""
+    factor = config.latents.factor or 8 if config.autoencoder_folder else 1
+    channels = config.latents.channels or 4 if config.autoencoder_folder else config.data.channels or 3
+    height, width = (64, 64) if is_auto(config.data, "size") else sides_of(config.data.size)
+    return channels, max(1, height // factor), max(1, width // factor)
 
 
 class _WorkerHooks(StoppableHooks):
