@@ -62,6 +62,7 @@ from unfog.settings import is_auto
 from unfog.text import sanitize
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.format import CheckpointInfo
+from unfog.training.checkpoints.mirror import check_mirror
 from unfog.training.checkpoints.writer import CheckpointWriter, ShardStatusStore
 from unfog.training.distributed.coordination import CoordinatedHooks
 from unfog.training.distributed.world import World, init_world
@@ -85,6 +86,7 @@ def train(config: Config, out: Path | None = None, callbacks: Sequence[object] =
     check_request(config)
     check_custom_parts(config)
     folder = RunFolder(out or next_folder(config.source))
+    config = with_mirror(config, folder, new=True)
     _check_metric_features(config)
     with _say_how_to_go_on(folder), RunContext.open(folder, config, new=True, callbacks=callbacks) as run:
         # Latents are normalised as the initial weights expect them, so their statistics come before the images.
@@ -252,6 +254,14 @@ def check_custom_parts(config: Config) -> None:
             resolve_path(tracker, "a tracker")
     if isinstance(config.optimizer.method, Custom):
         check_resumable(config.optimizer.method)
+
+
+def with_mirror(config: Config, folder: RunFolder, new: bool = False) -> Config:
+    """Return the settings with the absolute path of the mirror, if there is one. RequestError if it cannot be used."""
+    place = check_mirror(folder.path, config.checkpoint.mirror, new)
+    if place is None:
+        return config
+    return replace(config, checkpoint=replace(config.checkpoint, mirror=str(place.absolute())))
 
 
 def _probable_shape(config: Config) -> tuple[int, int, int]:
