@@ -18,14 +18,14 @@ SIZE = ["--network", "tiny", "--size", "16"]
 RUN = [*SIZE, "--batch", "4", "--device", "cpu", "--preview.every", "-1", "--evaluate.every", "-1"]
 
 
-def said(*words: object, status: int = 0) -> str:
+def said(*words: object) -> str:
     """Run a command of unfog as on Windows; return its output, which must be in code page 1252."""
     # One thread, as torch is imported before Unfog can make idle ones sleep.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, PROGRAM, *map(str, words)]
     done = subprocess.run(command, capture_output=True, env=environment, timeout=300, check=False)
     output = (done.stdout + done.stderr).decode("cp1252")
-    assert done.returncode == status, output
+    assert done.returncode == 0, output
     assert "bug in unfog" not in output, output
     return output
 
@@ -33,7 +33,6 @@ def said(*words: object, status: int = 0) -> str:
 @pytest.mark.slow
 def test_modules_that_windows_lacks_are_not_imported_at_the_start():
     assert said("--version").startswith("unfog ")
-    assert "--network" in said("train", "--help")
 
 
 @pytest.mark.slow
@@ -49,7 +48,6 @@ def test_a_run_is_trained_resumed_and_sampled_without_posix(tmp_path):
     assert len(list((tmp_path / "pictures").glob("*.png"))) >= 2
     assert (tmp_path / "mirror" / "checkpoints" / "00000003" / "manifest.json").is_file()
     assert "finished" in said("runs", run)
-    assert "is already a run" in said("train", photos, "--steps", 2, "--out", run, *RUN, status=2)
 
 
 @pytest.mark.slow

@@ -413,7 +413,7 @@ class Checkpoint:
         "",
         short="mirror",
         why="a rented machine may lose its disk; `unfog resume` continues from the mirror",
-        see="docs/how-to/mirror.md",
+        see="docs/mirror.md",
     )
     """Folder that the run is copied to after each checkpoint, in the background, such as one on a mounted drive."""
 
