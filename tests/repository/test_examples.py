@@ -4,6 +4,7 @@ import runpy
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -102,3 +103,19 @@ def test_notebook(name, run, tmp_path):
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = [output.data for cell in notebook.cells for output in cell.get("outputs", []) if "data" in output]
     assert any("image/png" in data or "<img" in data.get("text/html", "") for data in shown)
+
+
+@pytest.mark.slow
+def test_a_cell_starts_a_run_and_continues_it_from_its_mirror(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    notebook = nbformat.read(EXAMPLES / "train_on_a_rented_machine.ipynb", as_version=4)
+    cell = next(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    assert cell in (EXAMPLES.parent / "docs" / "mirror.md").read_text(encoding="utf-8")
+    small = 'steps=2, size=16, network="tiny", batch=4, device="cpu", evaluate={"every": -1}'
+    code = cell.replace("images=200_000", small).replace("/content/drive/MyDrive/run", str(tmp_path / "drive" / "run"))
+    exec(code, {})
+    shutil.rmtree("run")
+    variables: dict[str, Any] = {}
+    exec(code, variables)
+    assert variables["run"].path.name == "run"
+    assert (tmp_path / "run" / "checkpoints" / "00000002").is_dir()

@@ -124,7 +124,7 @@ def _training(run: LoadedRun) -> list[tuple[str, str]]:
     config, training = run.config, run.config.training
     parameters = sum(p.numel() for p in run.network.parameters())
     diffusion = config.diffusion
-    parts = {name: getattr(diffusion, name) for name in ("path", "schedule", "target", "weighting")}
+    parts = {name: getattr(diffusion, name) for name in ("path", "schedule", "target", "weighting", "loss")}
     started = source_name(config.init.folder) if config.init.folder else ""
     rows = {
         "network": f"{format_spec(config.network)}, {parameters / 1e6:.2f}M parameters",

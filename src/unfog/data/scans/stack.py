@@ -16,6 +16,7 @@ from PIL import Image
 
 from unfog.data.sources.base import ImageError
 from unfog.files.deflate import unpacks_to
+from unfog.files.positions import pread_into
 from unfog.values.image_format import MOST_CHANNELS
 
 MOST_BYTES = 2**30
@@ -92,7 +93,7 @@ def read_part(path: Path, offset: int, dtype: np.dtype[Any], shape: tuple[int, .
     with open(path, "rb", buffering=0) as file:
         view, done = out.reshape(-1).view(np.uint8).data, 0
         while done < len(view):
-            part = os.preadv(file.fileno(), [view[done:]], offset + done)
+            part = pread_into(file.fileno(), view[done:], offset + done)
             if not part:
                 raise ImageError("truncated")
             done += part
