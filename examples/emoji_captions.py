@@ -126,17 +126,15 @@ def prepare(out: Path) -> None:
 
 
 def draw(path: Path, out: Path, each: int, guidance: float) -> None:
-    """Draw `each` samples of captions that were kept out, and of as many others, and say how many are what was asked."""
+    """Draw `each` samples of captions that were kept out, and of others, and count those that are what was asked."""
     run, font = unfog.load(path), font_file()
     known = captions()
     unseen = [text for text, (_, _, kept_out) in known.items() if kept_out]
     seen = [text for text, (_, _, kept_out) in known.items() if not kept_out]
     seen = seen[4 :: len(seen) // len(unseen)][: len(unseen)]
-    # Scaled by unfog's own filter would be nearer still; the nearest picture is the same.
     side = run.sample(1, prompt=unseen[0]).shape[1]
-    bank = np.stack(
-        [np.asarray(picture(font, *one[:2]).resize((side, side), Image.Resampling.LANCZOS)) for one in known.values()]
-    )
+    scaled = [picture(font, *one[:2]).resize((side, side), Image.Resampling.LANCZOS) for one in known.values()]
+    bank = np.stack([np.asarray(one, np.float32) for one in scaled])
     parts = []
     for title, prompts in (
         ("Words that were never together in training", unseen),
@@ -147,17 +145,15 @@ def draw(path: Path, out: Path, each: int, guidance: float) -> None:
         names = [[*known][i] for i in nearest]
         right = sum(name == prompts[i % len(prompts)] for i, name in enumerate(names))
         low, high = wilson_interval(right / len(names), len(names))
-        print(
-            f"{title}: of {len(names)} samples, {right} ({right / len(names):.0%}, 95% interval {low:.0%} to {high:.0%}) "
-            f"are nearest to the picture of their caption among all {len(known)}; chance is {1 / len(known):.1%}"
-        )
+        share = f"{right / len(names):.0%}, 95% interval {low:.0%} to {high:.0%}"
+        print(f"{title}: {right} of {len(names)} samples ({share}) are nearest to the picture of their caption")
         parts.append((title, prompts, samples, names))
+    print(f"Among all {len(known)} pictures; chance is {1 / len(known):.1%}. Samples that are not are marked in {out}")
     _grid(parts, each).save(out)
-    print(out)
 
 
 def _grid(parts: list[tuple[str, list[str], np.ndarray, list[str]]], each: int) -> Image.Image:
-    """Return a picture with the samples of each caption over it; what is nearest is beside captions that were missed."""
+    """Return a picture with the samples of each caption over it; a red frame is around those of another caption."""
     across, cell, line = 6, 66, 14
     width, rows = each * cell + 10, [-(-len(prompts) // across) for _, prompts, _, _ in parts]
     image = Image.new("RGB", (across * width + 10, sum(rows) * (cell + 2 * line) + 30 * len(parts) + 10), "white")

@@ -279,6 +279,7 @@ def test_the_worth_of_a_condition_is_what_the_loss_loses_without_it():
     assert sorted(other.tolist()) == [*range(12)]
     assert (age.shuffled, age.none) == (pytest.approx(float(apart.square().mean())), pytest.approx(100))
     assert age.shuffled_low < age.shuffled < age.shuffled_high
+    assert (age.loss_low, age.loss_high) == (0, 0)
     assert (place.shuffled, place.none, place.none_low) == (pytest.approx(float(apart.abs().mean())), None, None)
     assert (useless.shuffled, useless.none, useless.n, useless.loss) == (0, 0, 12, 0)
     assert everything.none == pytest.approx(107)

@@ -105,8 +105,9 @@ def _kind(judge: Judge, column: int, dataset: Dataset) -> JudgedKind:
     facts, reader = judge.facts[column], judge.reader(column)
     if reader is None:
         return JUDGED[facts.kind]
-    captions = [images.columns[facts.name].values for images in (dataset.train, dataset.held_out) if len(images)]
-    return Retrieval(reader, facts, captions)
+    sets = [images for images in (dataset.train, dataset.held_out) if len(images)]
+    rows = [evenly_spaced(len(images), judge.most_images) for images in sets]
+    return Retrieval(reader, facts, [one.columns[facts.name].values[some] for one, some in zip(sets, rows)])
 
 
 def in_parts(samples: PixelSource) -> Iterator[NDArray[np.generic]]:
