@@ -16,7 +16,7 @@ def bar_chart(title: str, bars: Sequence[tuple[str, Figure]], log: bool = False)
     """Return an SVG picture of one bar a figure, on white so that it can be read on dark pages too.
 
     A bar ends at the mean of the values of its figure. A line shows two errors on either side, the interval, or the
-    range of values. With `log`, bars begin at half of the smallest value.
+    range of values. With `log`, the scale is logarithmic, and bars begin at half of the smallest value.
     """
     ends = [_interval(figure) for _, figure in bars]
     least = min(low for low, _, _ in ends) / 2 if log else min(0.0, *(low for low, _, _ in ends))
@@ -26,6 +26,7 @@ def bar_chart(title: str, bars: Sequence[tuple[str, Figure]], log: bool = False)
         share = math.log(number / least) / math.log(most / least) if log else (number - least) / (most - least)
         return LEFT + share * (WIDTH - LEFT - RIGHT)
 
+    title += ", logarithmic scale" * log
     height = TOP + ROW * len(bars) + 14
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
