@@ -76,7 +76,8 @@ def test_long_sentences_are_found_where_they_stand():
 def test_words_are_spelled_as_a_list_of_misspellings_asks():
     files = [str(page) for page in (*PAGES, *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"))]
     files += [str(path) for path in (ROOT / "src" / "unfog").rglob("*.py")]
-    command = [sys.executable, "-m", "codespell_lib", *files]
+    # Recorded output of a terminal, whose lines are cut.
+    command = [sys.executable, "-m", "codespell_lib", "--skip", str(ROOT / "docs/terminal.md"), *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
 
