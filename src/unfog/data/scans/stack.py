@@ -118,5 +118,5 @@ def scaled(values: NDArray[Any], slope: float, intercept: float) -> NDArray[Any]
 
 
 def scaled_type(dtype: np.dtype[Any], slope: float, intercept: float) -> np.dtype[Any]:
-    """Return the type of `scaled`."""
+    """Return the type of the array that `scaled` makes of values of this type."""
     return scaled(np.zeros(0, dtype), slope, intercept).dtype
