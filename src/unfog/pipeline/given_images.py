@@ -27,8 +27,8 @@ from unfog.settings import is_auto
 from unfog.text import sanitize
 from unfog.values.condition_kinds import ColumnFacts
 from unfog.values.image_format import STORED, ImageFormat, StoredValues, size_of, to_pillow
-from unfog.values.image_kinds import IMAGE_KINDS, Picture, image_columns, picture_text
-from unfog.values.made_conditions import enlarged, made_of
+from unfog.values.kinds.image_kinds import IMAGE_KINDS, Picture, image_columns, picture_text
+from unfog.values.kinds.made_conditions import enlarged, made_of
 
 _Found = Image.Image | DeepImage | NDArray[Any]
 _OPAQUE = 128  # of 255

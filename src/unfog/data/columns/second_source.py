@@ -37,7 +37,7 @@ from unfog.errors import RequestError
 from unfog.text import sanitize
 from unfog.values.columns import Column
 from unfog.values.image_format import STORED, ImageFormat, Size, StoredValues, colour_channels
-from unfog.values.image_kinds import MOST_LABELS
+from unfog.values.kinds.image_kinds import MOST_LABELS
 
 _SAMPLED = 64  # images that are looked at to find the kind of a second source
 _FEW_LABELS = 32  # different values of these from which on they are not labels
