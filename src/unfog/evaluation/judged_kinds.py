@@ -1,7 +1,7 @@
 """Scores of conditions: whether images have what was asked, by what a judge reads from them, for each kind.
 
-A judge has outputs [N, K] for each column. A new kind is a class here and in `JUDGED`. Conditions that are images need
-no judge: `evaluation.image_agreement` has the measures for them.
+A judge has outputs [N, K] for each column. A new kind is a class here and in `JUDGED`. Conditions that are images, but
+for masks, need no judge: `evaluation.image_agreement` has the measures for them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from unfog.values.condition_kinds import ColumnFacts, kind_of
 FEWEST = 10
 """Fewest images with a known value that are scored."""
 ACCURACY, ERROR, R2, PRECISION = "accuracy", "error", "R2", "average precision"
+PIXELS, IOU = "pixel accuracy", "mean IoU"
+_LARGEST_GRID = 1024  # pixels at which a judge sees images; larger ones are scaled down
 _DRAWS = 400  # of the bootstrap
 _SHUFFLES = 20  # whose mean is the score of shuffled conditions
 _VALUES = 2**28  # weighted values that a bootstrap may compute; fewer draws for more images or categories
@@ -38,7 +40,8 @@ class ConditionScore:
     condition: str
     kind: str
     measure: str
-    """Accuracy, error (root mean square, in the units of the source), R2 or average precision."""
+    """Accuracy, error (root mean square, in the units of the source), R2, average precision; of masks pixel accuracy
+    and mean IoU."""
     value: float
     low: float
     high: float
@@ -56,11 +59,19 @@ class ConditionScore:
     """Whether samples have what was asked: "yes", "partly", "no", or why that is not known."""
 
 
+def grid_of(height: int, width: int) -> tuple[int, int]:
+    """Return the height and width at which a judge sees images of this size."""
+    scale = min(1.0, math.sqrt(_LARGEST_GRID / (height * width)))
+    return max(1, round(height * scale)), max(1, round(width * scale))
+
+
 class JudgedKind:
     """Base of the kinds: the outputs of a judge for columns of a kind, their loss and their scores."""
 
     measures: ClassVar[tuple[str, ...]]
     """The first one is at most 1, and 1 is perfect."""
+    of_pixels: ClassVar[bool] = False
+    """Whether the outputs are `categories` of numbers for each pixel of the grid, [N, K, h, w], flattened."""
 
     def outputs(self, facts: ColumnFacts) -> int:
         """Return the number K of outputs of the judge."""
@@ -69,6 +80,14 @@ class JudgedKind:
     def target(self, facts: ColumnFacts, values: NDArray[Any]) -> Tensor:
         """Return values [N, …] of a column as float32 [N, T] to train on and to score with; NaN where not known."""
         raise NotImplementedError
+
+    def mirrored(self, facts: ColumnFacts, target: Tensor) -> Tensor:
+        """Return the targets [N, T] of the mirror images."""
+        return target
+
+    def read(self, facts: ColumnFacts, output: Tensor) -> Tensor:
+        """Return what is kept of the outputs [N, …] of a judge to compute scores with."""
+        return output
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the mean loss of outputs [N, K] for targets [N, T], all of them known."""
@@ -158,12 +177,53 @@ def average_precision(output: Tensor, present: Tensor, weights: Tensor) -> Tenso
     return mean.masked_fill((total <= 0) | (total >= weights.sum(1)), math.nan)
 
 
+class _Masks(JudgedKind):
+    """The label of each pixel, at the size of the grid of the judge."""
+
+    measures = (PIXELS, IOU)
+    of_pixels = True
+
+    def outputs(self, facts: ColumnFacts) -> int:
+        return len(facts.categories) * math.prod(self._grid(facts))
+
+    @staticmethod
+    def _grid(facts: ColumnFacts) -> tuple[int, int]:
+        return grid_of(*map(int, facts.statistics[1:3]))
+
+    def target(self, facts: ColumnFacts, values: NDArray[Any]) -> Tensor:
+        labels = torch.from_numpy(np.asarray(values, np.float32))
+        small = F.interpolate(labels, self._grid(facts), mode="nearest-exact").flatten(1)
+        return torch.where(small >= 0, small, math.nan)
+
+    def mirrored(self, facts: ColumnFacts, target: Tensor) -> Tensor:
+        return target.unflatten(1, self._grid(facts)).flip(2).flatten(1)
+
+    def read(self, facts: ColumnFacts, output: Tensor) -> Tensor:
+        return output.unflatten(1, (len(facts.categories), -1)).argmax(1).to(torch.int8)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.unflatten(1, (-1, target.shape[1])), target.long())
+
+    def score(self, measure: str, facts: ColumnFacts, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+        if measure == PIXELS:
+            return weights @ (output == target).double().mean(1) / weights.sum(1)
+        found, either = list[Tensor](), list[Tensor]()
+        for label in range(len(facts.categories)):
+            read, asked = output == label, target == label
+            found.append((read & asked).sum(1))
+            either.append((read | asked).sum(1))
+        shared, all_ = (weights @ torch.stack(each, 1).double() for each in (found, either))
+        # A label that is in no image and is read in none says nothing: 0 / 0 is NaN.
+        return (shared / all_).nanmean(1)
+
+
 JUDGED: dict[str, JudgedKind] = {
     "class": _OneOfSeveral(),
     "category": _OneOfSeveral(),
     "number": _Number(),
     "several": _AnyOfSeveral(),
     "vector": _Numbers(),
+    "mask": _Masks(),
 }
 
 
