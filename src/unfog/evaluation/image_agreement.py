@@ -82,7 +82,7 @@ def crps(draws: Tensor, truth: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ImageAgreement:
-    """How well draws agree with the true images, of whose conditions they were made; mean over images, 95% interval."""
+    """Agreement of draws with the true images whose conditions they were given: mean over images, 95% interval."""
 
     condition: str
     """Names of the conditions that are images, with commas between them."""

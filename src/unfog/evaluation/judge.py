@@ -77,7 +77,8 @@ class _Network(nn.Module):
     def forward(self, standard: Tensor) -> Tensor:
         pixels = [] if self.pixels is None else [self.pixels(standard).flatten(1)]
         if pixels and not self.outputs:  # masks alone
-            return pixels[0]
+            alone: Tensor = pixels[0]
+            return alone
         return torch.cat([self.last(F.relu(self.hidden(self.body(standard)))), *pixels], 1)
 
 
@@ -216,7 +217,7 @@ class Judge:
 
     @torch.inference_mode()
     def read(self, images: Iterable[NDArray[Any]]) -> list[Tensor]:
-        """Return what it reads of each column, [N, …], from parts [n, C, H, W] of stored images of any size."""
+        """Return its readings of each column, [N, …], of parts [n, C, H, W] of stored images of any size."""
         found = list[list[Tensor]]()
         with _one_thread():
             for part in images:

@@ -86,7 +86,7 @@ class JudgedKind:
         return target
 
     def read(self, facts: ColumnFacts, output: Tensor) -> Tensor:
-        """Return what is kept of the outputs [N, …] of a judge to compute scores with."""
+        """Return the readings [N, …] that scores are computed with, of outputs [N, K] of a judge."""
         return output
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -196,13 +196,13 @@ class _Masks(JudgedKind):
         return torch.where(small >= 0, small, math.nan)
 
     def mirrored(self, facts: ColumnFacts, target: Tensor) -> Tensor:
-        return target.unflatten(1, self._grid(facts)).flip(2).flatten(1)
+        return target.reshape(-1, *self._grid(facts)).flip(2).flatten(1)
 
     def read(self, facts: ColumnFacts, output: Tensor) -> Tensor:
-        return output.unflatten(1, (len(facts.categories), -1)).argmax(1).to(torch.int8)
+        return output.reshape(len(output), len(facts.categories), -1).argmax(1).to(torch.int8)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output.unflatten(1, (-1, target.shape[1])), target.long())
+        return F.cross_entropy(output.reshape(len(output), -1, target.shape[1]), target.long())
 
     def score(self, measure: str, facts: ColumnFacts, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
         if measure == PIXELS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.evaluation.image_agreement import ImageAgreement, agreement
+from unfog.values.columns import Column
 from unfog.values.condition_format import ConditionFormat, Given
 from unfog.values.condition_kinds import ColumnFacts
 from unfog.values.kinds.image_kinds import IMAGE_KINDS, as_floats, image_columns
@@ -47,9 +48,9 @@ def compare_with_truth(config: Config, dataset: Dataset, draw: Draw, most: int =
     truth = format.to_model(torch.from_numpy(np.ascontiguousarray(taken.pixels))).float()
     stored = draw(DRAWS * len(rows), config.conditions.rows(taken.columns.values(), slice(None)))
     drawn = format.to_model(torch.from_numpy(np.ascontiguousarray(stored.transpose(0, 3, 1, 2)))).float()
-    draws = drawn.unflatten(0, (DRAWS, len(rows)))
+    draws = drawn.reshape(DRAWS, *truth.shape)
     names = ", ".join(one.name for one in columns)
-    given = _as_image(columns[0], taken, truth) if len(columns) == 1 else None
+    given = _as_image(columns[0], taken.columns, truth) if len(columns) == 1 else None
     return agreement(names, draws, truth, given, _REACH)
 
 
@@ -64,10 +65,10 @@ def _known_rows(columns: tuple[ColumnFacts, ...], images: ImageSet, rows: NDArra
     return rows[known]
 
 
-def _as_image(one: ColumnFacts, taken: ImageSet, truth: Tensor) -> Tensor | None:
+def _as_image(one: ColumnFacts, taken: Mapping[str, Column], truth: Tensor) -> Tensor | None:
     """Return a condition as images like `truth`, with the mean of an image where it is missing; None if it is none."""
     if not IMAGE_KINDS[one.kind].made:
         return None
-    values = torch.from_numpy(as_floats(np.asarray(taken.columns[one.name].values[:])))
+    values = torch.from_numpy(as_floats(np.asarray(taken[one.name].values[:])))
     mean = values.nanmean((2, 3), keepdim=True)
     return torch.where(values.isfinite(), values, mean).expand_as(truth)

@@ -314,17 +314,16 @@ class EvaluationHook:
 
         The score of conditions that are images is SSIM, which like all others is at most 1.
         """
-        name, main = (
-            self._config.evaluate.OBEYS,
-            [*main_scores(scores), *(one for one in agreed if one.measure == SSIM)],
-        )
+        name, judged = self._config.evaluate.OBEYS, main_scores(scores)
+        main = [(one.condition, one.value) for one in judged]
+        main += [(one.condition, one.value) for one in agreed if one.measure == SSIM]
         if not main:
             return {}
-        record = {name: sum(one.value for one in main) / len(main)}
-        if real := [one.real for one in main_scores(scores) if one.real is not None]:
+        record = {name: sum(value for _, value in main) / len(main)}
+        if real := [one.real for one in judged if one.real is not None]:
             record[f"{name}_real"] = sum(real) / len(real)
         # Trackers take no other characters in names.
-        named = [(re.sub(r"[^\w.-]", "_", one.condition), one.value) for one in main[:_MOST_RECORDED]]
+        named = [(re.sub(r"[^\w.-]", "_", condition), value) for condition, value in main[:_MOST_RECORDED]]
         return {f"{name}_{condition}": value for condition, value in named} | record
 
     def _check_overfitting(self, step: int, measured: dict[str, Any]) -> Finding | None:
