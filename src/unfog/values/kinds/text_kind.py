@@ -61,11 +61,6 @@ class TextKind(ConditionKind):
     def width(self, facts: ColumnFacts) -> int:
         return int(facts.statistics[1])
 
-    def known(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        import numpy as np
-
-        return np.asarray(self.pick(values, None)[:, 0] >= 0)
-
     def pick(self, values: NDArray[Any], turn: NDArray[np.int64] | None) -> NDArray[Any]:
         import numpy as np
 
