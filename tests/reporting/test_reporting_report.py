@@ -83,7 +83,8 @@ def embedded(text):
     )
     (data,) = [json.loads(data) for _, kind, data in parsed.inside if kind == "application/json"]
     (run,) = data["runs"]
-    assert all(uri.startswith("data:image/png;base64,") for uri in run["pictures"].values())
+    uris = [one["picture"] if isinstance(one, dict) else one for one in run["pictures"].values()]
+    assert all(uri.startswith("data:image/png;base64,") for uri in uris)
     return run
 
 
