@@ -31,7 +31,7 @@ from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_objects import Storing
 from unfog.data.sources.registry import open_source
-from unfog.data.sources.stored_images import StoredImages
+from unfog.data.sources.stored_images import Report, StoredImages
 from unfog.errors import RequestError
 from unfog.values.dimensions import layout_of
 
@@ -44,6 +44,7 @@ xarray = pytest.importorskip("xarray")
 RNG = np.random.default_rng(0)
 MANUAL = Path(unfog.__file__).parents[2] / "docs" / "arrays.md"
 FIELDS = (RNG.normal(size=(24, 12, 16, 4)) * [1, 10, 100, 1000] + [0, 5, 100, -3000]).astype(np.float32)
+KEPT = Storing(keeps=True)
 TURNED = xarray.DataArray(FIELDS.transpose(3, 2, 0, 1), dims=("band", "lon", "time", "lat"))
 
 
@@ -95,7 +96,7 @@ def test_the_images_of_an_array_are_read_one_by_one(tmp_path: Path, kind: str) -
     assert source.stamp() != stamp
 
 
-# t2m [time, lat, lon] is packed in 16 bits, flag has bytes without a sign. All grow by records, in which those of flag and
+# t2m [time, lat, lon] is packed in 16 bits, flag has bytes without a sign. All grow by records, in which flag and
 # labels are filled up. Written by the package netCDF4.
 CLASSIC = {
     "classic": (
@@ -212,6 +213,18 @@ def test_packed_values_are_unpacked_and_missing_ones_leave_their_image_out(tmp_p
     assert np.allclose(source.read(3)[..., 0], values[3], atol=0.0051)
     made = prepare(source, Data(cache="memory"))
     assert [(one.name, "NaN" in one.reason) for one in made.report.skipped] == [("00000005", True)]
+
+
+def test_latitudes_from_south_to_north_are_reported() -> None:
+    array = xarray.DataArray(FIELDS, dims=("time", "lat", "lon", "band"), coords={"lat": np.linspace(-80, 80, 12)})
+    said = list[str]()
+    StoredImages.store(array, report=Report(said.append), storing=KEPT)
+    assert ["north is below" in line for line in said] == [True]
+    turned = open_source(
+        str(StoredImages.store(array.sortby("lat", ascending=False), report=Report(said.append), storing=KEPT))
+    )
+    assert len(said) == 1
+    assert np.array_equal(turned.read(2), FIELDS[2, ::-1])
 
 
 def test_labels_beside_a_dataset_are_its_classes(tmp_path: Path) -> None:
