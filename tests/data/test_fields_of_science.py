@@ -1,5 +1,6 @@
 """From files to samples: the commands of the pages on satellites and simulations, and one set of each format."""
 
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ import pytest
 import unfog
 from conftest import TRANSFORMER
 from unfog.cli.main import main
+from unfog.data.sources.base import ImageError
+from unfog.data.sources.registry import open_source
+from unfog.errors import RunError
 
 h5py = pytest.importorskip("h5py")
 nibabel = pytest.importorskip("nibabel")
@@ -155,3 +159,22 @@ def test_a_set_of_each_format_goes_from_file_to_sample(
     side = 4 if kind == "netcdf3" else 12
     assert values.shape == ((side, side, channels) if channels else (side, side))
     assert values.std() > 10  # in the units of the source
+
+
+@pytest.mark.parametrize("kind", ["npy", "tiff", "hdf5", "netcdf3", "netcdf4", "fits"])
+@pytest.mark.parametrize("looked", [False, True])
+def test_a_file_that_shrinks_while_it_is_read_gives_no_wrong_values(
+    kind: str, looked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = write(kind)
+    if kind == "tiff":  # pages of which half are a whole file, too
+        tifffile.imwrite("b.tif", FIELDS.transpose(0, 3, 1, 2), imagej=True, metadata={"axes": "TCYX"})
+        place = "b.tif"
+    source = open_source(str(tmp_path / place))
+    if looked:
+        source.read(0)
+    path = tmp_path / place.partition(":")[0]
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises((ImageError, RunError, ValueError), match=r"truncated|changed|cut off|array of size 0"):
+        source.read(len(source.names) - 1)

@@ -17,6 +17,7 @@ from unfog.data.containers.netcdf3 import MAGIC, open_netcdf3
 from unfog.data.containers.source import ContainerSource, file_bytes, unreadable
 from unfog.data.containers.stored_array import Key, StoredArray, check_type, choose
 from unfog.data.sources.arrays import file_digest
+from unfog.data.sources.base import ImageError
 from unfog.errors import RequestError, install_command
 from unfog.files.safe_files import open_file
 from unfog.text import sanitize
@@ -90,15 +91,19 @@ def _open(h5py: Any, opened: Any, path: str, name: str) -> StoredArray:
     expected = math.prod(-(-length // part) for length, part in zip(shape, chunk)) if chunk else 1
     stored = int(found.id.get_num_chunks()) if chunk else int(found.id.get_storage_size() > 0)
     return StoredArray(
-        *(place, shape, found.dtype, chunk, file_bytes(path), (stored, expected), _reader(found, bounds)),
+        *(place, shape, found.dtype, chunk, file_bytes(path), (stored, expected), _reader(found, bounds, path)),
         names=_dimensions(h5py, found),
         attributes=_attributes(found),
         labels=_labels(h5py, opened, path, name, shape[:1]),
     )
 
 
-def _reader(dataset: Any, bounds: ChunkBounds) -> Any:
+def _reader(dataset: Any, bounds: ChunkBounds, path: str) -> Any:
+    length = file_bytes(path)
+
     def read(key: Key) -> NDArray[Any]:
+        if file_bytes(path) < length:  # HDF5 reads zeros beyond the end of a file
+            raise ImageError("truncated since it was opened")
         bounds.check(key)
         return np.asarray(dataset[key])
 

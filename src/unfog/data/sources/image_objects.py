@@ -200,7 +200,8 @@ def as_array(values: Any) -> NDArray[Any]:
         values = (values.float() if values.dtype.is_floating_point else values).numpy()
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values) and values.dtype.kind in "iuf":
         # Integers of 16 bits become float32, and longer ones float64.
-        return np.asarray(values.astype(np.result_type(values.dtype, np.float32)).filled(np.nan))
+        plain = values.data.astype(np.result_type(values.dtype, np.float32))
+        return np.where(np.ma.getmaskarray(values), np.nan, plain).astype(plain.dtype)
     return np.asarray(values)
 
 
