@@ -30,8 +30,8 @@ from unfog.data.settings import Data
 from unfog.errors import RequestError
 from unfog.files.safe_files import read_file
 from unfog.text import sanitize
+from unfog.values.arrays.slices import AXIAL
 from unfog.values.columns import Column, rows_of
-from unfog.values.slices import AXIAL
 
 NIFTI_SUFFIXES = (".nii", ".nii.gz")
 DICOM_SUFFIXES = (".dcm", ".dicom", ".ima")
