@@ -50,7 +50,7 @@ def encode_channels(planes: Pixels, ends: Sequence[Sequence[float]], captions: S
 
 
 def read_channels(path: Path, root: Path) -> dict[str, Any] | None:
-    """Return what a page needs to show a sheet of a run; None if it is missing, damaged or linked.
+    """Return a sheet of a run and the facts that a page shows it by; None if it is missing, damaged or linked.
 
     The result has `images`, `channels`, `height`, `width` and `columns` of tiles, `ends` and `captions`, `maps` with
     colours in hexadecimal at equal distances by name, and `picture`, a `data:` URI of the sheet, encoded anew.

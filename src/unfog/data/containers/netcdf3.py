@@ -53,7 +53,7 @@ class _Variable:
 
     @property
     def end(self) -> int:
-        """Where in the file its values end."""
+        """Byte of the file at which its values end."""
         if 0 in self.shape:
             return self.begin
         return self.begin + ((self.shape[0] - 1) * (self.record or self.each) + self.each if self.shape else 0)
@@ -149,7 +149,7 @@ class _Header:
             self.variables[name] = variable
             if grows:
                 recorded.append((name, variable.each))
-        # Each value of a record is filled up to four bytes, but not where there is one variable of such alone.
+        # Each value of a record is filled up to four bytes, but not if the records hold one variable alone.
         step = sum(-(-each // 4) * 4 for _, each in recorded) if len(recorded) > 1 else sum(n for _, n in recorded)
         for name, _ in recorded:
             one = self.variables[name]
