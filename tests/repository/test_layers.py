@@ -45,7 +45,7 @@ SUBFOLDERS = {
     "data.buckets": {"", "sources"},
     "data.sources": {""},
     "data.containers": {"", "sources"},
-    "data.columns": {"", "sources"},
+    "data.columns": {"", "full_depth", "sources"},
     "data.full_depth": {"", "sources"},
     "data.scans": {"", "sources"},
     "data.webdataset": {"", "sources"},

@@ -13,9 +13,10 @@ images are resampled with the Cohen-Daubechies-Feauveau 9/7 wavelet (see `_warp`
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,8 +24,16 @@ from torch.nn import functional as F
 
 from unfog.data.settings import Data
 from unfog.device.sharded_rng import draw_rows
+from unfog.values.conditions import Conditions
 from unfog.values.image_format import BYTES, StoredValues, in_colour, luma_weights
+from unfog.values.image_kinds import IMAGE_KINDS, image_spans
+from unfog.values.made_conditions import with_made
 
+if TYPE_CHECKING:
+    from unfog.values.condition_kinds import ColumnFacts
+
+Move: TypeAlias = Callable[[Tensor, bool], Tensor]
+"""(images float32 [B, C, H, W], whether a value between two of theirs means something) -> the moved images."""
 _OCTAVES = 0.2  # standard deviation of the binary logarithm of scale and stretch
 _SHIFT = 1 / 8  # of the side: standard deviation of a shift by fractions, largest shift by whole pixels
 
@@ -64,21 +73,33 @@ class Augment:
         around its edges by a number of pixels uniform along each axis of `roll`. Apply each of EDM's changes with
         probability `augment`; the condition describes these alone.
         """
+        x0, condition, _ = self.moving(pixels)
+        return x0, condition
+
+    def moving(self, pixels: Tensor) -> tuple[Tensor, Tensor | None, list[Move]]:
+        """Return the result of a call, and the moves that it made, for other images of the same geometry."""
+        moves = list[Move]()
         pixels = pixels.float() if pixels.dtype == torch.uint16 else pixels  # torch flips no uint16
         if self.flip:
             mirrored = draw_rows(len(pixels), lambda n: torch.rand(n, device=pixels.device)) < 0.5
-            pixels = torch.where(mirrored.view(-1, 1, 1, 1), pixels.flip(-1), pixels)
+            moves.append(lambda x, smooth: torch.where(mirrored.view(-1, 1, 1, 1), x.flip(-1), x))
+            pixels = moves[-1](pixels, True)
         if self.jitter:
             pixels = self._jitter_colours(pixels)
         x0 = self.values.to_model(pixels)
         if self.crop:
-            x0 = self._crop(x0)
+            place = self._draw_crop(x0)
+            moves.append(lambda x, smooth: _warp_other(x, *place, smooth))
+            x0 = _warp(x0, *place)
         if self.roll:
-            x0 = self._moved_around(x0)
+            moves += self._draw_rolls(x0)
+            for roll in moves[-len(self.roll) :]:
+                x0 = roll(x0, True)
         if not self.augment:
-            return x0, None
+            return x0, None, moves
         geometry = _draw_geometry(x0, self.augment, self.upright)
-        return geometry.apply(x0), geometry.condition()
+        moves.append(geometry.apply_to_other)
+        return geometry.apply(x0), geometry.condition(), moves
 
     def _jitter_colours(self, pixels: Tensor) -> Tensor:
         draws = draw_rows(len(pixels), lambda n: torch.rand(3, n, 1, 1, 1, device=pixels.device), dim=1)
@@ -89,23 +110,73 @@ class Augment:
             x = torch.lerp(_grey(x), x, saturation)
         return self.values.rounded(x)
 
-    def _crop(self, x: Tensor) -> Tensor:
+    def _draw_crop(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the map of `_warp` of a random part of each image."""
         draws = draw_rows(len(x), lambda n: torch.rand(n, 3, device=x.device))
         side = 1 - self.crop * draws[:, 0]
         margins = _sides(x) * (1 - side)[:, None]
         linear = side[:, None, None] * torch.eye(2, device=x.device)
-        return _warp(x, linear, (draws[:, 1:] - 0.5) * margins)
+        return linear, (draws[:, 1:] - 0.5) * margins
 
-    def _moved_around(self, x: Tensor) -> Tensor:
+    def _draw_rolls(self, x: Tensor) -> list[Move]:
+        """Return the move around the edges along each axis of `roll`."""
         draws = draw_rows(len(x), lambda n: torch.rand(n, 2, device=x.device))
-        for axis, draw in zip("xy", draws.unbind(1)):
-            if axis in self.roll:
-                dim = 3 if axis == "x" else 2
-                side = x.shape[dim]
-                place = (torch.arange(side, device=x.device) + (draw * side).long()[:, None]) % side
-                shape = (len(x), 1, 1, side) if axis == "x" else (len(x), 1, side, 1)
-                x = x.gather(dim, place.view(shape).expand_as(x))
-        return x
+        return [partial(_rolled, draw, axis) for axis, draw in zip("xy", draws.unbind(1)) if axis in self.roll]
+
+
+@dataclass(frozen=True)
+class AugmentWithConditions:
+    """An augmentation, and the conditions that are images: they move with their image, or are made of the result.
+
+    Args:
+        augment: the augmentation of the images.
+        columns: facts on the conditions that are images.
+    """
+
+    augment: Augment
+    columns: tuple[ColumnFacts, ...]
+
+    def __call__(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Augment images alone; see `Augment`."""
+        return self.augment(pixels)
+
+    def with_conditions(self, pixels: Tensor, conditions: Conditions) -> tuple[Tensor, Conditions]:
+        """Return the augmented images, and the conditions with the augmentation and all of `Conditions.image`.
+
+        What `hole` draws comes after the numbers of the augmentation.
+        """
+        x0, told, moves = self.augment.moving(pixels)
+        image = conditions.image
+        if image is not None and moves:
+            image = torch.cat([self._moved(image[:, span], one, moves) for one, span in self._own_spans(image)], 1)
+        complete = conditions._replace(augment=told, image=image)
+
+        def draws() -> Tensor:
+            return draw_rows(len(x0), lambda n: torch.rand(n, 4, device=x0.device))
+
+        return x0, with_made(self.columns, complete, x0, draws)
+
+    def _own_spans(self, image: Tensor) -> list[tuple[ColumnFacts, slice]]:
+        """Return the columns that the channels of an image are of: those that are not made, or all."""
+        spans = image_spans(self.columns)
+        if image.shape[1] == spans[-1][1].stop:
+            return spans
+        return image_spans([one for one in self.columns if not IMAGE_KINDS[one.kind].made])
+
+    @staticmethod
+    def _moved(image: Tensor, facts: ColumnFacts, moves: list[Move]) -> Tensor:
+        for move in moves:
+            image = move(image, IMAGE_KINDS[facts.kind].smooth)
+        return image
+
+
+def _rolled(draw: Tensor, axis: str, x: Tensor, smooth: bool) -> Tensor:
+    """Return images moved around their edges along an axis by a share of the side, [B]."""
+    dim = 3 if axis == "x" else 2
+    side = x.shape[dim]
+    place = (torch.arange(side, device=x.device) + (draw * side).long()[:, None]) % side
+    shape = (len(x), 1, 1, side) if axis == "x" else (len(x), 1, side, 1)
+    return x.gather(dim, place.view(shape).expand_as(x))
 
 
 def _grey(x: Tensor) -> Tensor:
@@ -136,6 +207,16 @@ class _Geometry(NamedTuple):
 
     def apply(self, x: Tensor) -> Tensor:
         """Change images float32 [B, C, H, W] in [-1, 1]. Images without a change stay the same to the bit."""
+        linear, shift, touched = self._place(x)
+        return torch.where(touched, _warp(x, linear, shift), x)
+
+    def apply_to_other(self, x: Tensor, smooth: bool) -> Tensor:
+        """Change other images [B, C, H, W] in the same way; see `_warp_other`."""
+        linear, shift, touched = self._place(x)
+        return torch.where(touched, _warp_other(x, linear, shift, smooth), x)
+
+    def _place(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the map of `_warp`, and which images it changes, [B, 1, 1, 1]."""
         # `warp` wants the place that each pixel comes from, hence the inverse of flip, zoom, turn, stretch and shift.
         unstretch = _inverse_stretch(self.stretch)
         cos, sin = self.angle.cos(), self.angle.sin()
@@ -145,7 +226,7 @@ class _Geometry(NamedTuple):
         shift = (linear @ (-self.shift * _sides(x))[:, :, None])[:, :, 0]
         # The filters of `_warp` are their own inverse only up to rounding.
         touched = (self.condition() != 0).any(dim=1)
-        return torch.where(touched.view(-1, 1, 1, 1), _warp(x, linear, shift), x)
+        return linear, shift, touched.view(-1, 1, 1, 1)
 
 
 def _draw_geometry(x: Tensor, p: float, upright: float) -> _Geometry:
@@ -201,9 +282,40 @@ def _warp(x: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
     Returns:
         Like `x`, clamped to [-1, 1], as the filters overshoot at edges.
     """
+    return _resampled(x, linear, shift).clamp_(-1, 1)
+
+
+def _warp_other(x: Tensor, linear: Tensor, shift: Tensor, smooth: bool) -> Tensor:
+    """Return `_warp` of images of any range, NaN where not known. Without `smooth`, a pixel has the nearest value."""
+    if not smooth:
+        return _nearest(x, linear, shift)
+    unknown = x.isnan()
+    whole = x.masked_fill(unknown, 0.0)
+    ends = whole.amin((2, 3), keepdim=True), whole.amax((2, 3), keepdim=True)
+    moved = _resampled(whole, linear, shift).clamp(*ends)
+    return moved.masked_fill(_nearest(unknown.float(), linear, shift) > 0.5, float("nan"))
+
+
+def _nearest(x: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
+    """Return the nearest pixel at the places of `_warp`."""
+    height, width = x.shape[2:]
+    across, down = (torch.arange(side, device=x.device) - (side - 1) / 2 for side in (width, height))
+    points = _points(x, across, down, linear, shift)
+    return F.grid_sample(x, points, mode="nearest", align_corners=True)
+
+
+def _resampled(x: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
+    """Return `_warp` without limits."""
     height, width = x.shape[2:]
     fine = _upsampling(height, x.device) @ x @ _upsampling(width, x.device).T
-    grid = torch.stack(torch.meshgrid(_fine(width, x.device), _fine(height, x.device), indexing="xy"), dim=-1)
+    points = _points(x, _fine(width, x.device), _fine(height, x.device), linear, shift)
+    sampled = F.grid_sample(fine, points, align_corners=True)
+    return _downsampling(height, x.device) @ sampled @ _downsampling(width, x.device).T
+
+
+def _points(x: Tensor, across: Tensor, down: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
+    """Return the places for `grid_sample` of pixels at `across` and `down`, in pixels from the centre."""
+    grid = torch.stack(torch.meshgrid(across, down, indexing="xy"), dim=-1)
     # Reflection is computed here, as grid_sample cannot do it on every device: `phase` counts periods, each once there
     # and back, and its fraction is folded to grid_sample's coordinates, where -1 and 1 are the outermost pixels. With
     # remainder() it would take longer than all the rest.
@@ -211,9 +323,7 @@ def _warp(x: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
     per_pixel = 1 / (2 * last)
     offset = (shift + last / 2) * per_pixel
     phase = torch.einsum("hwi,bji->bhwj", grid, linear * per_pixel[:, None]) + offset[:, None, None]
-    points = phase.sub_(phase.floor()).sub_(0.5).abs_().mul_(-4).add_(1)
-    sampled = F.grid_sample(fine, points, align_corners=True)
-    return (_downsampling(height, x.device) @ sampled @ _downsampling(width, x.device).T).clamp_(-1, 1)
+    return phase.sub_(phase.floor()).sub_(0.5).abs_().mul_(-4).add_(1)
 
 
 def _sides(x: Tensor) -> Tensor:

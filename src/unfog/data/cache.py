@@ -71,7 +71,7 @@ def sides_of_images(scan: Scan, progress: Progress | None = None) -> NDArray[np.
             return sides.astype(np.int32)
     sides = read_sides(scan.source, progress)
     with suppress(OSError):
-        if make_room(8 * n) and scan.source.stamp()[0] == scan.stamp:
+        if make_room(8 * n) and scan.read_stamp() == scan.stamp:
             write_atomic(path, sides.astype("<i4").tobytes(), folder, shared=True)
     return sides
 
@@ -111,8 +111,7 @@ def make(scan: Scan, key: str, progress: Progress | None = None) -> Pack:
     if not Pack.is_at(folder / key) and not make_room(needed, keep=folder / key):
         raise RequestError(over_limit(needed, "use cache = none or memory"))
     pack = _write_or_wait(scan, folder / key, key, remedy, progress)
-    now, _ = scan.source.stamp()
-    if now != scan.stamp:
+    if scan.read_stamp() != scan.stamp:
         # The source changed meanwhile, so the pack is of no single state of it: this process uses it, no other does.
         remove_tree(folder / key, folder)  # mapped files stay for as long as they are mapped
         return pack

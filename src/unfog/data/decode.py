@@ -164,7 +164,7 @@ def _decode_kept(
             values = np.asarray(_flatten(found, background, None, FULL)[0].convert(pillow_mode(format.channels)))
     else:
         values = found.values if isinstance(found, DeepImage) else found
-    fit = _Fit.of(values.shape[1], values.shape[0], format, orientation)
+    fit = Fit.of(values.shape[1], values.shape[0], format, orientation)
     width, height = fit.original[:: -1 if orientation >= _QUARTER_TURN else 1]
 
     def upright(plane: Image.Image) -> Image.Image:
@@ -276,7 +276,7 @@ def _decode(
     full = 2 ** (12 if ";12" in str(getattr(image, "tile", "")) else 16) - 1
     _load_pixels(image, format)
     orientation = _orientation(image)
-    fit = _Fit.of(width, height, format, orientation)
+    fit = Fit.of(width, height, format, orientation)
     scale = 1 << round(math.log2(width / image.width))
     flat, changes = _flatten(image, background, ranges, full)
     fitted = fit.apply(flat, scale)
@@ -305,7 +305,7 @@ def _load_pixels(image: Image.Image, format: ImageFormat) -> None:
     """Decode the pixels of an image, of a JPEG perhaps at a fraction of its sides, for a result of this format."""
     if isinstance(image, JpegImagePlugin.JpegImageFile):
         # The orientation of a JPEG is known before its pixels.
-        fit = _Fit.of(*image.size, format, _orientation(image))
+        fit = Fit.of(*image.size, format, _orientation(image))
         needed, least = fit.limit
         reduced = _REDUCING_GAP * needed
         image.draft(None, (int(reduced * image.width / least), int(reduced * image.height / least)))
@@ -400,7 +400,7 @@ def _deep_actions(values: NDArray[Any], ranges: Ranges | None) -> list[str]:
     return actions
 
 
-class _Fit(NamedTuple):
+class Fit(NamedTuple):
     """The fit of an image to a format: the part that is kept, and its sides afterwards, as stored in the file."""
 
     original: tuple[int, int]
@@ -411,7 +411,7 @@ class _Fit(NamedTuple):
     """Width and height, before a quarter turn by the orientation."""
 
     @classmethod
-    def of(cls, width: int, height: int, format: ImageFormat, orientation: int) -> _Fit:
+    def of(cls, width: int, height: int, format: ImageFormat, orientation: int) -> Fit:
         """Return the fit of an image of these stored sides, which its EXIF orientation turns afterwards."""
         across, down = format.width, format.height
         if orientation >= _QUARTER_TURN:

@@ -207,7 +207,7 @@ def lazy_dataset(scan: Scan) -> Dataset:
 
     def subset(inside: bool) -> ImageSet:
         count, index = (len(held), held.__getitem__) if inside else (n - len(held), partial(training_index, held))
-        columns = rows_of(scan.columns, held if inside else _outside(held, n)) if scan.columns else {}
+        columns = rows_of(scan.all_columns, held if inside else _outside(held, n)) if scan.all_columns else {}
         digest = hashlib.sha256(f"{state} {inside} {held.tobytes().hex()}".encode())
         update_digest(digest, columns)
         # By row when one is asked for, as a list of a hundred million names would take gigabytes.

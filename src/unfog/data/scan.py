@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from unfog.data.bit_depth import Ranges
 from unfog.data.columns.conditions import with_conditions
+from unfog.data.columns.second_source import SecondSource, combined_stamp, pair_sources, second_columns
 from unfog.data.data_report import DataReport, SkippedFile
 from unfog.data.decode import Opener, parse_colour, upright_sides
 from unfog.data.decode_pool import DecodeStatistics, PixelFormat, Progress, decode_with_retries
@@ -30,7 +31,7 @@ from unfog.data.sources.labels import apply_label_table, labels_setting, read_co
 from unfog.errors import RequestError, RunError
 from unfog.settings import is_auto
 from unfog.text import sanitize
-from unfog.values.columns import Column, classes_of, labels_of, of_labels, rows_of
+from unfog.values.columns import CLASS, Column, classes_of, labels_of, of_labels, rows_of
 from unfog.values.image_format import LEAST, MOST, ImageFormat, Size, colour_channels, size_of
 
 # Images, evenly spread, that an automatic size looks at, and automatic channels before all images are decoded.
@@ -74,6 +75,10 @@ class Scan:
     """Ranges of the images deeper than 8 bits."""
     warnings: tuple[str, ...] = ()
     """Lines about files that were left out although they may have been meant to count, such as a table of labels."""
+    second: tuple[SecondSource, ...] = ()
+    """Second sources, whose images are conditions of these."""
+    second_columns: Mapping[str, Column] = field(default_factory=dict)
+    """Columns of the second sources, once they are decoded by `resolve`. The stamp stands for them."""
 
     @classmethod
     def create(cls, source: Source, settings: Data) -> Scan:
@@ -92,16 +97,22 @@ class Scan:
             warnings.append(_describe_second_names(source.second_names))
         columns = read_columns(source, settings.labels, warnings.append)
         warn_of_masks_beside_images(source, warnings.append)
-        stamp, file_bytes = source.stamp()
+        second = pair_sources(source, settings.condition, warnings.append)
+        stamp, file_bytes = combined_stamp(source, second)
         return cls(
             *(source, settings, columns, stamp, file_bytes, settings.size, settings.channels),
             channels_certain=not is_auto(settings, "channels"),
             ranges=Ranges.of_setting(settings.range, settings.clip) if source.ranges is None else source.ranges,
             warnings=tuple(warnings),
+            second=second,
         )
 
+    def read_stamp(self) -> str:
+        """Return `stamp` as the sources are now."""
+        return combined_stamp(self.source, self.second)[0]
+
     def resolve(self, began: bool = False) -> Scan:
-        """Choose size, channels and ranges of values, where left open, from a sample of images.
+        """Choose size, channels and ranges of values, where left open, from a sample of images. Decode second sources.
 
         `began` is True for a run that has begun: without `data.range`, its integers keep the range of their type.
 
@@ -109,6 +120,11 @@ class Scan:
             RequestError: most images have values of an unknown range, or many have values beyond a given one.
             RunError: an image cannot be read now.
         """
+        found, warnings = self._resolved(began), list[str]()
+        columns = second_columns(found.second, found.size, warnings.append)
+        return replace(found, second_columns=columns, warnings=(*found.warnings, *warnings)) if columns else found
+
+    def _resolved(self, began: bool) -> Scan:
         if (kept := choose_kept(self.source, self.settings, began)) is not None:
             return self._keeping(kept)
         size, ranges, settings = self.size or _choose_size(self.source), self.ranges, self.settings
@@ -150,6 +166,12 @@ class Scan:
         return replace(self, channels=colour_channels(True), channels_certain=True)
 
     @property
+    def all_columns(self) -> dict[str, Column]:
+        """`columns` and those of the second sources, in the order of a set."""
+        both = {**self.columns, **self.second_columns}
+        return {name: both[name] for name in sorted(both, key=lambda name: (name != CLASS, name))}
+
+    @property
     def labels(self) -> NDArray[np.int64] | None:
         """[N] of the source, an index into `classes`; None without classes."""
         return labels_of(self.columns)
@@ -186,7 +208,7 @@ class Scan:
         archive = next((reason for reason in reasons if reason in (CHANGED, ARCHIVE_GONE)), "")
         # Single files of a folder may come and go; they are skipped.
         lost = archive or (GONE if 2 * reasons.count(GONE) > stop - start else "")
-        if lost and self.source.stamp()[0] != self.stamp:
+        if lost and self.read_stamp() != self.stamp:
             raise RunError(
                 f"the images in {sanitize(self.source.name)} changed while they were read ({lost}); repeat "
                 "the command when nothing writes to them"
@@ -403,7 +425,7 @@ class DecodeResult:
                 f"none of the {len(used):,} images in {source.name} can be used: {counted}; replace them"
             )
         rows, records = order[used], statistics.records[used]
-        columns = rows_of(scan.columns, rows)
+        columns = rows_of(scan.all_columns, rows)
         if (labels := labels_of(columns)) is not None:  # a class without a usable image is dropped
             present, labels = np.unique(labels, return_inverse=True)
             columns |= of_labels(labels.astype(np.int64, copy=False), tuple(scan.classes[i] for i in present))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from unfog.data.columns.image_setting import check_conditions_of_images, split_images
 from unfog.errors import RequestError
 from unfog.settings import AUTO, check_bounds, is_auto, setting
 from unfog.text import suggest
@@ -134,7 +135,7 @@ class Data:
         metavar="COLUMN,COLUMN",
         see="docs/conditions.md",
     )
-    """Columns to learn, beside the images or of a table: [TABLE:]COLUMN[:KIND],…; a KIND is number, category, …"""
+    """Columns of a table to learn: [TABLE:]COLUMN[:KIND],…; and images: degrade:factor=4, grey, hole, NAME=SOURCE."""
     flip: bool = setting(False, short="flip", resume="free", common=True)
     """Mirror half of the images left to right; off, as text and digits do not survive it."""
     jitter: float = setting(0.0, at_least=0, at_most=1, usual="0.05 to 0.2", resume="free")
@@ -187,6 +188,8 @@ class Data:
             table_and_columns(self.labels)
         parse_condition(self.condition)
         Slices.of(self.slices)
+        of = {name: getattr(self, name) for name in ("aspect", "unknown", "channels")}
+        check_conditions_of_images(self.condition, of)
         object.__setattr__(self, "size", parse_size(self.size))  # "64x64" is 64
         if not 0 <= self.channels <= MOST_CHANNELS:
             raise RequestError(
@@ -335,8 +338,9 @@ def table_and_columns(labels: str) -> tuple[str, tuple[str, str]]:
 def parse_condition(condition: str) -> tuple[str, dict[str, str]]:
     """Split "t.csv:age,stain:category" into the path of the table, "" to find one, and column -> kind, "" to find it.
 
-    RequestError if it is not such a text.
+    Words on images are left out: see `split_images`. RequestError if it is not such a text.
     """
+    images, condition = split_images(condition)
     if not condition:
         return "", {}
     match = _TABLE.fullmatch(condition)
@@ -352,7 +356,7 @@ def parse_condition(condition: str) -> tuple[str, dict[str, str]]:
                 f"condition = {condition!r} is not COLUMN,COLUMN, TABLE:COLUMN or COLUMN:KIND, of a column"
                 f"{f' {name[:60]!r}' * bool(name)}: {problem}"
             )
-        if name in found:
+        if name in found or name in images.names:
             raise RequestError(f"condition = {condition!r} names the column {name!r} twice; name it once")
         found[name] = kind
     return (match[1] if match else ""), found

@@ -1,4 +1,4 @@
-"""The layer that embeds columns: numbers, categories, several categories and vectors of each image."""
+"""The layers of columns: numbers, categories and vectors are embedded; images become channels of the input."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from unfog.errors import RequestError
 from unfog.values.conditions import Conditions
+from unfog.values.image_kinds import image_spans
 
 if TYPE_CHECKING:
     from unfog.values.condition_kinds import ColumnFacts
@@ -88,6 +89,46 @@ class ColumnEmbedding(nn.Module):
         angle = standard * self.waves
         features = torch.cat([standard, angle.sin(), angle.cos()], 2) * known[:, :, None]
         return torch.cat([features, (~known)[:, :, None]], 2).flatten(1)
+
+
+class ImageInput(nn.Module):
+    """Columns that are images -> channels beside the image [B, C, H, W] that the network takes.
+
+    A column has its values in [-1, 1], or a channel for each label of a mask, and behind them 1 where they are not
+    known; there the others are 0.
+
+    Args:
+        columns: facts on the columns.
+    """
+
+    def __init__(self, columns: Sequence[ColumnFacts]) -> None:
+        super().__init__()
+        self._parts = [(one.kind, span, one.statistics[3:], len(one.categories)) for one, span in image_spans(columns)]
+        self.channels = sum(one.inputs for one, _ in image_spans(columns))
+        """Channels that are added to those of the image; 0 without such columns."""
+
+    def forward(self, x: Tensor, image: Tensor | None) -> Tensor:
+        """Return x with the channels of `Conditions.image`; None is not known. RequestError for another size."""
+        if image is None:
+            count = self._parts[-1][1].stop
+            image = x.new_full((len(x), count, *x.shape[2:]), float("nan"), dtype=torch.float32)
+        if image.shape[2:] != x.shape[2:]:
+            sides = [f"{each.shape[3]}x{each.shape[2]}" for each in (image, x)]
+            raise RequestError(f"a condition has {sides[0]} pixels, and the input of the network {sides[1]}")
+        parts = [x]
+        for kind, span, ends, labels in self._parts:
+            values = image[:, span]
+            known = values.isfinite().all(1, keepdim=True)
+            if kind == "mask":
+                place = torch.arange(labels, device=values.device)[:, None, None]
+                values = (values.nan_to_num(-1.0) == place).float()
+            elif kind == "image":
+                low, high = (
+                    values.new_tensor(each)[:, None, None] for each in (ends[: len(ends) // 2], ends[len(ends) // 2 :])
+                )
+                values = (values - low) * (2 / (high - low)) - 1
+            parts += [torch.where(known, values, 0).to(x.dtype), (~known).to(x.dtype)]
+        return torch.cat(parts, 1)
 
 
 def column_inputs(columns: Sequence[ColumnFacts]) -> dict[str, slice]:

@@ -200,7 +200,7 @@ class DiTModel(ConditionalNetwork):
         embedding = self.embed(c_noise, conditions, x.dtype, text)
         condition = embedding if self.modulation is None else self.modulation(embedding)
         # With the linear layer this is the strided convolution of other code; `patch_out` has the same order of pixels.
-        squares = F.pixel_unshuffle(self._with_mask(x, conditions), patch)  # [B, C patch^2, rows, columns]
+        squares = F.pixel_unshuffle(self._with_images(x, conditions), patch)  # [B, C patch^2, rows, columns]
         rows, columns = squares.shape[2:]
         wide = torch.promote_types(x.dtype, torch.float32)
         angles = _rotations(rows, columns, self.settings.head_channels, x.device, self.wrap, wide)

@@ -237,7 +237,7 @@ class MPUNetModel(ConditionalNetwork):
         text = self._read_text(conditions, x)
         embedding = self.embed(c_noise, conditions, x.dtype, text)
         # A channel of ones replaces the biases, which would break unit magnitude.
-        shown = self._with_mask(x, conditions)
+        shown = self._with_images(x, conditions)
         h = self._laid_out(self.conv_in(torch.cat([shown, torch.ones_like(x[:, :1])], dim=1)))
         skips = [h]
         for block in self.down:

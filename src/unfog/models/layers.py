@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from unfog.errors import RequestError
-from unfog.models.condition_layers import ColumnEmbedding
+from unfog.models.condition_layers import ColumnEmbedding, ImageInput
 from unfog.models.text_encoder import Text, TextEncoder
 from unfog.values.conditions import Conditions, ConditionsLike
+from unfog.values.image_kinds import IMAGE_KINDS
 
 if TYPE_CHECKING:
     from unfog.values.condition_format import ConditionFormat
@@ -152,6 +153,8 @@ class ConditionalNetwork(nn.Module):
         super().__init__()
         self.settings, self.image_channels, self.num_classes = settings, image_channels, len(conditions.classes)
         self.mask_channels = conditions.mask_channels
+        images = [one for one in conditions.columns if one.kind in IMAGE_KINDS]
+        self.image_input = ImageInput(images) if images else None
         # Not by the property of `ConditionFormat`: exported code has the fields alone.
         text = next((one for one in conditions.columns if one.kind == "text"), None)
         if text is not None and not conditions.text_width:
@@ -166,7 +169,7 @@ class ConditionalNetwork(nn.Module):
         inputs = conditions.augment_inputs
         self.augment_embedding = self._condition_layer(inputs, width) if inputs else None
         self.column_embedding = self.text_encoder = self.text_embedding = None
-        if columns := [one for one in conditions.columns if one is not text]:
+        if columns := [one for one in conditions.columns if one is not text and one.kind not in IMAGE_KINDS]:
             layer = partial(self._condition_layer, width=width)
             self.column_embedding = ColumnEmbedding(columns, layer, self.conditions_have_power_1)
         if text is not None:
@@ -212,15 +215,26 @@ class ConditionalNetwork(nn.Module):
 
     @property
     def _channels_in(self) -> int:
-        """Channels of what `_with_mask` returns."""
-        return self.image_channels + self.mask_channels
+        """Channels of what `_with_images` returns."""
+        images = 0 if self.image_input is None else self.image_input.channels
+        return self.image_channels + self.mask_channels + images
 
-    def _with_mask(self, x: Tensor, conditions: ConditionsLike) -> Tensor:
-        """Return x [B, C, H, W] with 0 where it is unknown, and behind it the mask, 1 where it is known.
+    def _with_images(self, x: Tensor, conditions: ConditionsLike) -> Tensor:
+        """Return x [B, C, H, W] with its mask, if there is one, and the images that are conditions.
 
-        `RequestError` if there is a mask, and the network has no such input.
+        `RequestError` if there are such, and the network has no such input.
         """
-        known = Conditions.of(conditions).known
+        told = Conditions.of(conditions)
+        x = self._with_mask(x, told.known)
+        if self.image_input is not None:
+            channels: Tensor = self.image_input(x, told.image)
+            return channels
+        if told.image is not None:
+            raise RequestError("an image was given as a condition to a network without one; train with data.condition")
+        return x
+
+    def _with_mask(self, x: Tensor, known: Tensor | None) -> Tensor:
+        """Return x [B, C, H, W] with 0 where it is unknown, and behind it the mask, 1 where it is known."""
         if not self.mask_channels:
             if known is not None:
                 raise RequestError("a mask was given to a network without that input; train with data.unknown")
@@ -257,7 +271,7 @@ class ConditionalNetwork(nn.Module):
             hidden = self._add_text(hidden, text)
         if self.column_embedding is not None:
             hidden = hidden + self.column_embedding(told, hidden.shape[0], hidden.dtype)
-        elif any(each is not None for each in told._replace(known=None, tokens=None)[2:]):
+        elif any(each is not None for each in told._replace(known=None, image=None, tokens=None)[2:]):
             raise RequestError("columns were given to a network without them; train with data.condition")
         if told.augment is None:
             return hidden

@@ -197,7 +197,7 @@ class UNetModel(ConditionalNetwork):
         """
         text = self._read_text(conditions, x)
         embedding = self.embed(c_noise, conditions, x.dtype, text)
-        skips = [self._laid_out(self.conv_in(self._with_mask(x, conditions)))]
+        skips = [self._laid_out(self.conv_in(self._with_images(x, conditions)))]
         for level in self.down:
             skips += level(skips[-1], embedding, text, self._run)
         h: Tensor = skips[-1]

@@ -21,6 +21,7 @@ from unfog.config.task import AutoencoderTask, DiffusionTask, Task
 from unfog.config.validate import check_network_size
 from unfog.data.buckets.joined_set import Rows
 from unfog.data.buckets.stream import BucketStream
+from unfog.data.columns.made import without_made
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.stream import DeviceStream, ImageStream
 from unfog.device.compilation import compiled_with, keep_compiled_code
@@ -43,6 +44,7 @@ from unfog.training.loop import Intervals
 from unfog.training.precision import Precision
 from unfog.training.state import TrainState
 from unfog.values.conditions import Conditions
+from unfog.values.image_kinds import image_columns
 
 # Device types on which convolutions keep their weights in the format that they compute in. Each weight would else be
 # converted twice a step and its gradient once: 153 launches with `cifar10`. On a CPU it would change the bits of runs.
@@ -108,8 +110,17 @@ def _only_stored_shapes() -> Iterator[None]:
 
 
 def build_augmentation(config: Config) -> Augmentation:
-    """Return the transform of training: augmentation of pixels, or normalisation of stored latents."""
-    return config.representation.augmentation()
+    """Return the transform of training: augmentation of pixels, or normalisation of stored latents.
+
+    With conditions that are images it is an `AugmentWithConditions`.
+    """
+    augment = config.representation.augmentation()
+    if images := image_columns(config.columns):
+        from unfog.data.augmentation import Augment, AugmentWithConditions
+
+        assert isinstance(augment, Augment), "images are conditions of pixels alone"
+        return AugmentWithConditions(augment, tuple(images))
+    return augment
 
 
 def without_augmentation(config: Config) -> Callable[[Tensor], Tensor]:
@@ -286,7 +297,8 @@ def build_held_out_set(
 
 def open_stream(dataset: Dataset, config: Config) -> ImageStream | BucketStream:
     """Return the stream of the training images of a run, in the order that its seed gives."""
-    seed, images = config.training.seed, dataset.as_network_input.train
+    # What is made of the images is made once they are augmented.
+    seed, images = config.training.seed, without_made(dataset.as_network_input.train)
     if not dataset.buckets:
         return ImageStream(images, seed)
     return BucketStream([bucket.train for bucket in dataset.buckets], config.training.batch, seed)

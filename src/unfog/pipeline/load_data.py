@@ -18,6 +18,7 @@ from unfog.config.toml import to_toml
 from unfog.data.buckets.prepare import BucketChoice, prepare_buckets
 from unfog.data.columns.captions import has_caption_files
 from unfog.data.columns.conditions import resolved_condition
+from unfog.data.columns.made import add_made
 from unfog.data.dataset import Dataset
 from unfog.data.full_depth.choice import kept_line
 from unfog.data.full_depth.fit import fit_values
@@ -41,6 +42,7 @@ from unfog.values.columns import Column
 from unfog.values.condition_format import facts_of
 from unfog.values.condition_kinds import ColumnFacts, kind_of
 from unfog.values.image_format import BYTES
+from unfog.values.image_kinds import MADE, image_columns
 
 _TOP = re.compile(r"/|(?:[-_.\d][-\w]*)?\.tar/", re.IGNORECASE)  # ends the top folder, or the word that names a shard
 _FEW_NUMBERS = 20  # different numbers that may be names of categories
@@ -95,11 +97,12 @@ def load_images(
     config = apply_autoencoder_settings(config)
     source, dataset = _read_source(config, stop, few, lost)
     _report(config, source, dataset, few)
-    dataset = _keep_values(config, dataset)
+    dataset = add_made(_keep_values(config, dataset))
     data = replace(dataset.settings, cache=config.data.cache) if few else dataset.settings
     data = replace(data, condition=resolved_condition(data.condition))
     classes = tuple(printable(name) for name in dataset.train.classes)
     columns = facts_of(dataset.train.columns.values())
+    check_image_conditions(config, dataset.settings, columns)
     for one in columns:
         say(f"  condition {sanitize(one.name)}: {_evidence(one, dataset.train.columns[one.name])}")
     buckets = bucket_texts(dataset.size_buckets)
@@ -111,8 +114,10 @@ def load_images(
 def _evidence(facts: ColumnFacts, column: Column) -> str:
     """Describe a condition for people: its kind, its values, and how many images are without one."""
     kind = kind_of(facts.kind)
-    known = kind.known(column.values)
     line = f"{facts.kind}, {sanitize(kind.evidence(facts))}"
+    if facts.kind in MADE:
+        return sanitize(kind.evidence(facts))
+    known = kind.known(column.values)
     if missing := len(known) - int(known.sum()):
         line += f"; not known for {missing:,} of {len(known):,} images"
     if facts.kind == "number" and (different := len({*column.values[known].tolist()})) <= _FEW_NUMBERS:
@@ -184,6 +189,23 @@ def _check_for_pictures(config: Config, data: Data) -> None:
         raise RequestError(
             f"evaluate.metrics = {', '.join(wrong)} compare pictures, and these images are {kind}; give "
             f"{','.join(values)}, or omit them: the held-out loss is measured"
+        )
+
+
+def check_image_conditions(config: Config, data: Data, columns: Sequence[ColumnFacts]) -> None:
+    """Raise RequestError if the run has conditions that are images, and cannot take them: of latents, other sizes."""
+    images = image_columns(columns)
+    names, sides = ", ".join(sanitize(one.name) for one in images), data.image_format.shape[1:]
+    if wrong := next((one for one in images if one.statistics[1:3] != sides), None):
+        _, height, width = map(int, wrong.statistics[:3])
+        raise RequestError(
+            f"the condition {sanitize(wrong.name)} is an image of {width}x{height}, and the images are "
+            f"{data.image_format.sides}; pack the originals again, or omit --size and --aspect"
+        )
+    if names and config.autoencoder_folder:
+        raise RequestError(
+            f"condition = {names} is an image in pixels, and the network sees latents; omit it, or train on pixels: "
+            "omit --autoencoder"
         )
 
 

@@ -111,5 +111,5 @@ def _report_pack(made: Pack, scan: Scan, begun: int, seconds: float, size_was_op
         f"{format_bytes(made.nbytes)} in {format_duration(seconds)}, {pace:,.0f} images/s"
     )
     # A pack of images from before and after a change is of neither set, and nothing in it shows that.
-    if scan.source.stamp()[0] != scan.stamp:
+    if scan.read_stamp() != scan.stamp:
         warn("images were changed while they were packed; remove the pack and repeat the command")

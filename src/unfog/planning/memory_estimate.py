@@ -26,7 +26,7 @@ from unfog.planning.memory_recorder import (
 )
 from unfog.training import optimizers as optim
 from unfog.training.distributed.fsdp import build_mesh, gathers_in_bf16, shard_network
-from unfog.training.hooks import Augmentation, LossFunction
+from unfog.training.hooks import Augmentation, LossFunction, augmented
 from unfog.training.precision import DTYPES, Precision
 from unfog.training.settings import AdamW, Custom, PrecisionName, Training
 from unfog.training.sharded_tensors import is_sharded, to_local
@@ -291,13 +291,13 @@ def _run_micro_batch(
     config, network = step.config, state.model
     conditions = config.conditions.blank(step.microbatch)
     with recorder.keeping("activations"):
-        x0, told = augment(config.representation.zeros(step.microbatch))
+        x0, conditions = augmented(augment, config.representation.zeros(step.microbatch), conditions)
         with state.precision.autocast():
-            loss = objective(network, x0, conditions._replace(augment=told))
+            loss = objective(network, x0, conditions)
         if step.sharded:  # layers around the blocks stay gathered until the backward pass is over
             recorder.name("gathered", (p for p in network.parameters() if p.ndim and not is_sharded(p)))
         total = loss.per_image.sum() / config.training.batch
-        del x0, told  # the training loop holds neither any longer in the backward pass
+        del x0, conditions  # the training loop holds neither any longer in the backward pass
     state.precision.backward(total)
     recorder.name("gradients", (to_local(p.grad) for p in network.parameters() if p.grad is not None))
 

@@ -160,7 +160,7 @@ def memory_upper_bound(config: Config, at_once: int) -> float:
     channels, height, width = config.with_most_pixels.input_shape
     side = math.sqrt(height * width)
     told = config.conditions
-    weights, activations = config.network.size_bound(channels + told.mask_channels, side, told.inputs)
+    weights, activations = config.network.size_bound(channels + told.input_channels, side, told.inputs)
     if told.text is not None:
         weights, activations = math.inf, math.inf  # so that an estimate counts the encoder and the attention
     # 17 = weights, gradients, two averages, two moments and what the optimiser allocates for a moment, with gaps

@@ -16,7 +16,7 @@ from unfog.diffusion.objective import Loss
 from unfog.errors import Interrupted
 from unfog.training.batches import BatchReader, MicroBatch, local_micro_batches, rng_batch_size
 from unfog.training.distributed.world import World
-from unfog.training.hooks import Task, TrainingHooks
+from unfog.training.hooks import Task, TrainingHooks, augmented
 from unfog.training.precision import HalfWeights, gradients
 from unfog.training.settings import Training
 from unfog.training.sharded_tensors import total_norm
@@ -80,9 +80,9 @@ class GradientComputer:
             return self._loss(called, pixels, conditions)
 
     def _loss(self, network: nn.Module, pixels: Tensor, conditions: Conditions) -> Loss:
-        x0, augment = self.task.augment(pixels)
+        x0, conditions = augmented(self.task.augment, pixels, conditions)
         with self.state.precision.autocast():
-            return self.task.loss_function(network, x0, conditions._replace(augment=augment))
+            return self.task.loss_function(network, x0, conditions)
 
     def compute(self, hooks: TrainingHooks, rng_size: int | None = None) -> Gradient:
         """Leave the gradient of the mean loss over the next batch in the parameters. Interrupted if `hooks` stop it.

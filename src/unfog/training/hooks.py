@@ -22,6 +22,16 @@ Augmentation = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 LossFunction = Callable[[nn.Module, Tensor, Conditions], Loss]
 
 
+def augmented(augment: Augmentation, pixels: Tensor, conditions: Conditions) -> tuple[Tensor, Conditions]:
+    """Return the images of a batch as the network sees them, and their conditions, moved and completed with them."""
+    together = getattr(augment, "with_conditions", None)  # of `AugmentWithConditions`
+    if together is not None:
+        both: tuple[Tensor, Conditions] = together(pixels, conditions)
+        return both
+    x0, told = augment(pixels)
+    return x0, conditions._replace(augment=told)
+
+
 class _Batch(Protocol):
     """Images at consecutive positions of the stream."""
 

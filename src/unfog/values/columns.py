@@ -76,6 +76,8 @@ def update_digest(digest: hashlib._Hash, columns: Mapping[str, Column]) -> None:
     import numpy as np
 
     for column in columns.values():
+        if getattr(column.values, "is_made", False):  # of the images, which have a digest of their own
+            continue
         values = np.ascontiguousarray(column.values)
         if column.name != CLASS:  # digests of labels alone are older than other columns, and stay valid
             facts = column.name, column.kind, column.categories, values.dtype.str, values.shape

@@ -55,7 +55,8 @@ class Conditions(NamedTuple):
     vectors: Tensor | None = None
     """float32 [B, D], the numbers of all columns, in the units of the source; NaN where they are not known."""
     image: Tensor | None = None
-    """float32 [B, K, H, W], channels of all images that are conditions, in model values; NaN where not known."""
+    """float32 [B, K, H, W], channels of all images that are conditions, NaN where not known. Those that are made of
+    the image are in model values, others in the units of their source, and a mask has the numbers of its labels."""
     tokens: Tensor | None = None
     """int64 [B, L], the tokens of a text, and -1 after its end; all -1 where the text is not known or hidden."""
 
@@ -118,8 +119,16 @@ class Conditions(NamedTuple):
             if each.ndim > 1:
                 place = torch.arange(each.shape[1], device=each.device)
                 which = which[:, None] & (place >= start) & (place < stop)
+                which = which.reshape(*which.shape, *(1 for _ in each.shape[2:]))
             changed[name] = each.masked_fill(which, _NOT_TOLD[name])
         return self._replace(**changed)
+
+    def without(self, spans: Sequence[Span]) -> Conditions:
+        """Return the conditions with those at the places `spans` hidden from all images."""
+        present = next((each for each in self if each is not None), None)
+        if present is None or not spans:
+            return self
+        return self.dropped_each(present.new_ones(len(present), len(spans), dtype=torch.bool), spans)
 
     def taking(self, spans: Iterable[Span], other: Conditions) -> Conditions:
         """Return the conditions with the values at these places taken from other ones, of as many images."""

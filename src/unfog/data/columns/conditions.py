@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.columns.captions import caption_column, caption_files
+from unfog.data.columns.image_setting import split_images
 from unfog.data.columns.kinds import column_of
 from unfog.data.dataset import Dataset
 from unfog.data.settings import TEXT_NAMES, Data, parse_condition
@@ -93,10 +94,17 @@ def _cells(source: Source, place: str, names: Sequence[str], warn: Callable[[str
 
 
 def resolved_condition(setting: str) -> str:
-    """Return `data.condition` with the absolute path of its table, if that is a file beside no source."""
+    """Return `data.condition` with absolute paths of its table, if that is a file beside no source, and its sources."""
     place, _ = parse_condition(setting)
     path = os.path.abspath(os.path.expanduser(place))
-    return path + setting[len(place) :] if place and os.path.isfile(path) else setting
+    if place and os.path.isfile(path):
+        setting = setting.replace(place, path, 1)
+    words = setting.split(",")
+    for name, (source, _) in split_images(setting)[0].second.items():
+        there = os.path.abspath(os.path.expanduser(source))
+        if os.path.exists(there):
+            words = [word.replace(source, there, 1) if word.strip().startswith(f"{name}=") else word for word in words]
+    return ",".join(words)
 
 
 def select_conditions(dataset: Dataset, settings: Data) -> Dataset:
@@ -105,6 +113,7 @@ def select_conditions(dataset: Dataset, settings: Data) -> Dataset:
     RequestError if it has not got a column, or has it of another kind.
     """
     _, wanted = parse_condition(settings.condition)
+    wanted |= {name: kind for name, (_, kind) in split_images(settings.condition)[0].second.items()}
     held = without_class(dataset.train.columns)
     for name, kind in wanted.items():
         if name not in held:

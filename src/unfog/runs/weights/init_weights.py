@@ -22,8 +22,10 @@ from unfog.process.run_folder import printable
 from unfog.runs.weights.foreign_objectives import objective_from_scheduler
 from unfog.runs.weights.weights_source import WeightsSource
 from unfog.settings import auto_value
+from unfog.text import sanitize
 from unfog.training.checkpoints.load import sha256_of
 from unfog.values.image_format import CHANNELS, scaled, size_of
+from unfog.values.image_kinds import image_columns
 
 
 class _InitialWeights(NamedTuple):
@@ -130,6 +132,13 @@ def _check_network(source: WeightsSource, config: Config) -> None:
             remedy = "give its autoencoder: --autoencoder FOLDER"
             raise RequestError(f"the network in {folder} generates latents of {known} channels, and {given}; {remedy}")
         raise RequestError(f"the network in {folder} has {known} channel(s), and {given}; omit that setting")
+    here, there = ([one.identity for one in image_columns(each.columns)] for each in (config, source.config))
+    if here != there:
+        names = [", ".join(sanitize(one[0]) for one in each) or "none" for each in (here, there)]
+        raise RequestError(
+            f"the images that are conditions of this run are {names[0]}, and those of {config.init.folder} are "
+            f"{names[1]}, which go into another first layer; give the same --condition, or omit --init"
+        )
     learned = config.diffusion.learned_variance
     if learned != (source.unet2d is None and source.config.diffusion.learned_variance):
         has = "no learned variance, and here it has" if learned else "a learned variance, and here it has none"

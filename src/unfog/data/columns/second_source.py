@@ -1,0 +1,346 @@
+"""Conditions that are images of a second source: paired with the images by name, and fitted to them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from unfog.data.bit_depth import DeepImage, Ranges
+from unfog.data.columns.image_setting import split_images
+from unfog.data.decode import Fit, parse_colour, read_deep, upright_sides
+from unfog.data.decode_pool import (
+    ColourFoundError,
+    DecodeStatistics,
+    PixelFormat,
+    Progress,
+    decode_all,
+    thread_count,
+    with_retries,
+)
+from unfog.data.full_depth.ranges import find_ranges, spread
+from unfog.data.sources.base import ImageError, Source
+from unfog.data.sources.label_tables import strip_shard
+from unfog.data.sources.registry import open_source
+from unfog.device.cores import thread_pool
+from unfog.errors import RequestError
+from unfog.text import sanitize
+from unfog.values.columns import Column
+from unfog.values.image_format import STORED, ImageFormat, Size, StoredValues, colour_channels
+from unfog.values.image_kinds import MOST_LABELS
+
+_SAMPLED = 64  # images that are looked at to find the kind of a second source
+_FEW_LABELS = 32  # different values of these from which on they are not labels
+_SIDES_CHECKED = 1000  # pairs whose sides are compared, evenly spread
+_BACKGROUND = "white"  # behind transparent pixels, as of training images
+
+
+@dataclass(frozen=True, eq=False)
+class SecondSource:
+    """A second source, and which of its images belongs to each image."""
+
+    name: str
+    kind: str
+    """"image" or "mask"."""
+    source: Source
+    partner: NDArray[np.int64]
+    """[N], index in `source` for each image; -1 for none."""
+
+
+def pair_sources(source: Source, condition: str, warn: Callable[[str], None]) -> tuple[SecondSource, ...]:
+    """Return the second sources that `data.condition` names, paired with the images of a source.
+
+    RequestError if one cannot be opened, most images have no partner, or sides have other proportions.
+    """
+    wanted = split_images(condition)[0].second
+    return tuple(_pair(source, name, text, kind, warn) for name, (text, kind) in wanted.items())
+
+
+def _pair(source: Source, name: str, text: str, kind: str, warn: Callable[[str], None]) -> SecondSource:
+    try:
+        second = open_source(os.path.expanduser(text))
+    except RequestError as error:
+        raise RequestError(f"condition {name}: {error}") from None
+    partner = _partners(source.names, second.names)
+    found, said = int((partner >= 0).sum()), f"condition {name}: {sanitize(second.name)}"
+    if 2 * found < len(partner):
+        raise RequestError(
+            f"{said} has an image for {found:,} of {len(partner):,} images only; pairs have the same name but for the "
+            f"extension, and there are {_some(source.names)} and {_some(second.names)}"
+        )
+    if unused := len(second.names) - len(set(partner[partner >= 0].tolist())):
+        warn(f"{said} has {unused:,} images without a partner, which are not used")
+    if missing := len(partner) - found:
+        first = source.names[int(np.flatnonzero(partner < 0)[0])]
+        warn(
+            f"{said} has none for {missing:,} of {len(partner):,} images, such as {sanitize(first)}: not known of them"
+        )
+    _check_proportions(source, second, partner, said)
+    return SecondSource(name, kind or _find_kind(second, partner), second, partner)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(sanitize(names[i]) for i in range(min(2, len(names))))
+
+
+def _partners(names: Sequence[str], others: Sequence[str]) -> NDArray[np.int64]:
+    """Return for each name the index of the other of the same name without extension, [N]; -1 for none.
+
+    Whole paths are compared, or paths below the folders that all share, or names without folders: whichever pairs the
+    most. A name that two have is no one's.
+    """
+    best = np.full(len(names), -1, np.int64)
+    for spell in (_whole, _below_shared, _without_folders):
+        mine, theirs = spell(names), spell(others)
+        ambiguous = {key for keys in (mine, theirs) for key, count in Counter(keys).items() if count > 1}
+        place = {key: i for i, key in enumerate(theirs) if key not in ambiguous}
+        found = np.array([-1 if key in ambiguous else place.get(key, -1) for key in mine], np.int64)
+        if (found >= 0).sum() > (best >= 0).sum():
+            best = found
+    return best
+
+
+def _whole(names: Sequence[str]) -> list[str]:
+    return [unicodedata.normalize("NFC", os.path.splitext(strip_shard(name))[0]) for name in names]
+
+
+def _below_shared(names: Sequence[str]) -> list[str]:
+    whole = _whole(names)
+    shared = os.path.commonprefix(whole).rfind("/") + 1  # noqa: RUF071  cut to a whole folder
+    return [name[shared:] for name in whole]
+
+
+def _without_folders(names: Sequence[str]) -> list[str]:
+    return [name.rpartition("/")[2] for name in _whole(names)]
+
+
+def _check_proportions(source: Source, second: Source, partner: NDArray[np.int64], said: str) -> None:
+    """Raise RequestError unless pairs have the same proportions, to a pixel: they would be cut in other places."""
+    paired = np.flatnonzero(partner >= 0)
+    for i in paired[list(spread(len(paired), _SIDES_CHECKED))].tolist():
+        ours, theirs = _sides(source, i), _sides(second, int(partner[i]))
+        if ours and theirs and not _alike(ours, theirs):
+            sides = " and ".join(f"{width}x{height}" for width, height in (ours, theirs))
+            raise RequestError(
+                f"{said}: {sanitize(source.names[i])} and {sanitize(second.names[int(partner[i])])} have other "
+                f"proportions, {sides}, and would be cut in other places; give images of one shape"
+            )
+
+
+def _sides(source: Source, i: int) -> tuple[int, int] | None:
+    try:
+        with source.read_image(i) as image:
+            return upright_sides(image)
+    except Exception:  # found again, and counted, as it is decoded
+        return None
+
+
+def _alike(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    (width, height), (across, down) = sorted((one, other))
+    return abs(down * width / across - height) <= 1 or abs(across * height / down - width) <= 1
+
+
+def _find_kind(second: Source, partner: NDArray[np.int64]) -> str:
+    """Return "mask" if a sample has few values, all of them whole numbers or colours of a palette, else "image"."""
+    found = set[int]()
+    paired = partner[partner >= 0]
+    for i in paired[list(spread(len(paired), _SAMPLED))].tolist():
+        try:
+            found |= {*np.unique(_labels_of(second, i)[0]).tolist()}
+        except (ImageError, ValueError):
+            continue
+        if len(found) > _FEW_LABELS:
+            return "image"
+    return "mask" if len(found) > 1 else "image"
+
+
+def combined_stamp(source: Source, seconds: Sequence[SecondSource]) -> tuple[str, int]:
+    """Return `Source.stamp` of the images together with the second sources and their pairs."""
+    digest, size = source.stamp()
+    parts = [(one.name, one.kind, one.source.stamp(), one.partner.tobytes()) for one in seconds]
+    if parts:
+        digest = hashlib.sha256(repr((digest, parts)).encode()).hexdigest()
+    return digest, size + sum(part[2][1] for part in parts)
+
+
+def second_columns(
+    seconds: Sequence[SecondSource], size: Size, warn: Callable[[str], None], progress: Progress | None = None
+) -> dict[str, Column]:
+    """Decode second sources at the size of the images. Return their columns, in the order of the images.
+
+    RequestError if a mask has too many labels, or none of the images can be used; RunError if one cannot be read now.
+    """
+    makers = {"mask": _mask_column, "image": _image_column}
+    return {one.name: makers[one.kind](one, size, warn, progress) for one in seconds}
+
+
+def _image_column(one: SecondSource, size: Size, warn: Callable[[str], None], progress: Progress | None) -> Column:
+    order = one.partner[one.partner >= 0]
+    format = _format_of(one.source, size)
+    while True:
+        pixels, done = format.image.empty_stored(len(order)), 0
+        statistics = DecodeStatistics.empty(len(order))
+        try:
+            with closing(decode_all(one.source, order, format, statistics, progress)) as chunks:
+                for _, images in chunks:
+                    pixels[done : done + len(images)] = images
+                    done += len(images)
+            break
+        except ColourFoundError:
+            format = format._replace(image=ImageFormat.of(colour_channels(True), size), only_grey=False)
+    _check_used(one, Counter(statistics.reasons.values()), done, len(order), warn)
+    rows = np.flatnonzero(one.partner >= 0)[statistics.used]
+    if len(rows) == len(one.partner):
+        return Column(one.name, "image", pixels)
+    floating = pixels.dtype.kind == "f"
+    values = np.full((len(one.partner), *pixels.shape[1:]), np.nan if floating else -1, "f4" if floating else "i2")
+    values[rows] = pixels[:done]
+    return Column(one.name, "image", values)
+
+
+def _format_of(source: Source, size: Size) -> PixelFormat:
+    """Return the format of the images: bytes, or float32 in the units of the source for deeper values."""
+    background = parse_colour(_BACKGROUND)
+    try:
+        deep = find_ranges(source) != Ranges()
+    except RequestError:  # values of no usual range
+        deep = True
+    first = source.read(0)
+    if not (deep or (isinstance(first, np.ndarray) and first.dtype != np.uint8)):
+        return PixelFormat(ImageFormat.of(colour_channels(False), size), background, Ranges(), True)
+    shape = (first.values if isinstance(first, DeepImage) else np.asarray(first)).shape
+    usual = STORED["float32"]
+    values = StoredValues("float32", usual.low, usual.high)
+    return PixelFormat(ImageFormat.of(shape[2] if len(shape) == 3 else 1, size, values), background)
+
+
+def _check_used(one: SecondSource, reasons: Counter[str], used: int, count: int, warn: Callable[[str], None]) -> None:
+    if reasons:
+        told = ", ".join(f"{n:,} {reason}" for reason, n in reasons.most_common(3))
+        said = f"condition {one.name}: {count - used:,} of {count:,} images cannot be used: {told}"
+        if not used:
+            raise RequestError(f"{said}; replace them")
+        warn(f"{said}; not known of these")
+
+
+def _mask_column(one: SecondSource, size: Size, warn: Callable[[str], None], progress: Progress | None) -> Column:
+    format = ImageFormat.of(1, size)
+    values = np.full((len(one.partner), 1, format.height, format.width), -1, np.int8)
+    numbers, reasons, in_colour = dict[int, int](), Counter[str](), set[bool]()
+    rows = np.flatnonzero(one.partner >= 0)
+    for done, (row, found) in enumerate(zip(rows.tolist(), _read_masks(one, rows, format)), 1):
+        if progress and done % 64 == 0:
+            progress(done, len(rows))
+        if isinstance(found, str):
+            reasons[found] += 1
+            continue
+        plane, coloured = found
+        labels, inverse = np.unique(plane, return_inverse=True)
+        known = [numbers.setdefault(label, len(numbers)) for label in labels.tolist()]
+        in_colour.add(coloured)
+        if len(numbers) > MOST_LABELS:
+            raise RequestError(
+                f"condition {one.name}: the masks have more than {MOST_LABELS} values; a mask has one for each label, "
+                f"which a JPEG does not keep; save them as PNG, or give {one.name}=SOURCE:image if they are pictures"
+            )
+        values[row, 0] = np.array(known, np.int8)[inverse.reshape(plane.shape)]
+    _check_used(one, reasons, len(rows) - reasons.total(), len(rows), warn)
+    if len(in_colour) > 1:
+        raise RequestError(
+            f"condition {one.name}: some masks are in colour, and others are not; save all of them alike"
+        )
+    if len(numbers) < 2:
+        raise RequestError(f"condition {one.name}: all masks have one value, and so say nothing; leave it out")
+    ordered = sorted(numbers)
+    place = np.zeros(len(numbers) + 1, np.int8)
+    place[-1] = -1
+    for new, label in enumerate(ordered):
+        place[numbers[label]] = new
+    names = tuple(label_name(label, True in in_colour) for label in ordered)
+    return Column(one.name, "mask", place[values], names)
+
+
+def _read_masks(
+    one: SecondSource, rows: NDArray[np.int64], format: ImageFormat
+) -> Iterator[tuple[NDArray[np.int64], bool] | str]:
+    """Yield the mask of each row, or why it cannot be used."""
+
+    def read(i: int) -> tuple[NDArray[np.int64], bool] | str:
+        try:
+            return with_retries(partial(read_mask, partial(_labels_of, one.source, i), format), one.source, i)
+        except (ImageError, ValueError) as error:
+            return str(error)
+
+    with thread_pool(thread_count(one.source)) as pool:
+        yield from pool.map(read, one.partner[rows].tolist())
+
+
+def read_mask(
+    read: Callable[[], tuple[NDArray[np.int64], bool]], format: ImageFormat
+) -> tuple[NDArray[np.int64], bool]:
+    """Return a mask [H, W] of this format, cut as an image and resized by the nearest pixel; and if it is in colour."""
+    plane, coloured = read()
+    height, width = plane.shape
+    fit = Fit.of(width, height, format, 1)
+    places = []
+    for whole, part, result in zip(fit.original, fit.kept, fit.result):
+        at = (np.arange(result) + 0.5) * part / result
+        places.append((whole - part) // 2 + at.astype(np.int64))
+    across, down = places
+    return plane[down[:, None], across], coloured
+
+
+def _labels_of(source: Source, i: int) -> tuple[NDArray[np.int64], bool]:
+    """Return the values of image i as whole numbers [H, W], those of colours as 0xrrggbb; and if it is in colour.
+
+    ImageError if it cannot be read, ValueError if its values are not whole numbers.
+    """
+    return labels_of_image(lambda: source.read(i))
+
+
+def labels_of_image(
+    read: Callable[[], Image.Image | DeepImage | NDArray[Any]],
+) -> tuple[NDArray[np.int64], bool]:
+    """Return `_labels_of` what `read` returns."""
+    found = read()
+    if isinstance(found, Image.Image):
+        if found.mode[0] in "IF":
+            values = read_deep(lambda: found)
+        else:
+            values = np.asarray(ImageOps.exif_transpose(found.convert("RGB") if _is_coloured(found) else _plain(found)))
+    else:
+        values = found.values if isinstance(found, DeepImage) else found
+    if values.dtype.kind == "f" and not (np.isfinite(values) & (values == np.round(values))).all():
+        raise ValueError("values that are not whole numbers")
+    if values.ndim == 3 and values.shape[2] in (1, 2):
+        values = values[..., 0]
+    if values.ndim == 3 and values.shape[2] in (3, 4):
+        red, green, blue = (values[..., c].astype(np.int64) for c in range(3))
+        return red * 65536 + green * 256 + blue, True
+    if values.ndim != 2:
+        raise ValueError(f"a mask of shape {list(values.shape)}")
+    return values.astype(np.int64), False
+
+
+def _is_coloured(image: Image.Image) -> bool:
+    return image.mode not in ("1", "L", "LA", "P", "PA")
+
+
+def _plain(image: Image.Image) -> Image.Image:
+    """Return an image of one channel: the numbers of a palette, or greys without transparency."""
+    return image.getchannel(0) if image.mode in ("LA", "PA") else image
+
+
+def label_name(label: int, coloured: bool) -> str:
+    """Return the name of a label: its value, or its colour."""
+    return f"#{label:06x}" if coloured else str(label)

@@ -1,0 +1,249 @@
+"""Pictures that samples are given: files, folders and arrays, read as the images of training are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from unfog.config.schema import Config
+from unfog.data.bit_depth import DeepImage, Ranges
+from unfog.data.columns.second_source import label_name, labels_of_image, read_mask
+from unfog.data.decode import decode, parse_colour, upright_sides
+from unfog.data.prepare import silence_pillow
+from unfog.data.sources.base import ImageError, Source
+from unfog.data.sources.image_files import SUFFIXES, open_image
+from unfog.data.sources.registry import PYTHON, open_source
+from unfog.errors import RequestError
+from unfog.settings import is_auto
+from unfog.text import sanitize
+from unfog.values.condition_kinds import ColumnFacts
+from unfog.values.image_format import STORED, ImageFormat, StoredValues, size_of, to_pillow
+from unfog.values.image_kinds import IMAGE_KINDS, Picture, image_columns, picture_text
+from unfog.values.made_conditions import enlarged, made_of
+
+_Found = Image.Image | DeepImage | NDArray[Any]
+_OPAQUE = 128  # of 255
+
+
+class _Given(NamedTuple):
+    """A picture that is given."""
+
+    name: str
+    read: Callable[[], _Found]
+
+
+def read_pictures(config: Config, given: Any, most: int) -> Mapping[str, object]:
+    """Return requested conditions with pictures in place of files, folders and arrays; others are unchanged.
+
+    Args:
+        config: of the run, whose size the pictures get.
+        given: values by name of column: see `Run.sample`.
+        most: pictures of each that are needed.
+
+    RequestError if one cannot be read, or does not suit its column.
+    """
+    images = image_columns(config.columns)
+    if not (images and isinstance(given, Mapping)):
+        return cast(Mapping[str, object], given)  # which the conditions check
+    changed = dict(given)
+    for facts in images:
+        if facts.name in given:
+            changed[facts.name] = [_picture(config, facts, one) for one in _each(facts.name, given[facts.name], most)]
+    return changed
+
+
+def _each(name: str, value: object, most: int) -> Sequence[_Given | Picture]:
+    """Return the pictures that a value stands for, `most` at most. RequestError if it is another value."""
+    found = list[_Given | Picture]()
+    for one in _parts(name, value):
+        found.extend([one] if isinstance(one, _Given | Picture) else _of_text(name, one, most))
+        if len(found) >= most:
+            break
+    if not found:
+        raise RequestError(f"given {name!r} has no picture; give a file, a folder or an array")
+    return found[:most]
+
+
+def _parts(name: str, value: object) -> Iterator[_Given | Picture | str]:
+    if isinstance(value, Picture):
+        yield value
+    elif isinstance(value, str | PathLike):
+        yield str(value)
+    elif isinstance(value, Image.Image):
+        yield _Given("picture", value.copy)
+    elif isinstance(value, list | tuple):
+        for i, each in enumerate(value):
+            for part in _parts(name, each):
+                yield part._replace(name=str(i)) if isinstance(part, _Given) else part
+    else:
+        yield from _of_array(name, value)
+
+
+def _of_array(name: str, value: Any) -> Iterator[_Given]:
+    array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+    array = array.astype(np.uint8) * 255 if array.dtype == bool else array
+    if array.dtype.kind not in "uif" or array.ndim not in (2, 3, 4) or not array.size:
+        raise RequestError(
+            f"given {name!r} is {array.dtype} {list(array.shape)}; give a file, a folder, or an array [H, W], "
+            "[H, W, C] or [n, H, W, C]"
+        )
+    if array.ndim == 3 and array.shape[2] > 4:
+        array = array[..., None]  # several of one channel
+    elif array.ndim < 4:
+        array = array[None] if array.ndim == 3 else array[None, ..., None]
+    for i, each in enumerate(array):
+        yield _Given(str(i), partial(_plain, each))
+
+
+def _plain(array: NDArray[Any]) -> NDArray[Any]:
+    return array
+
+
+def _of_text(name: str, text: str, most: int) -> Iterator[_Given]:
+    """Yield the pictures of a file, of several with commas between them, or of a source."""
+    path = Path(text).expanduser()
+    if not path.exists() and "," in text:
+        for part in text.split(","):
+            yield from _of_text(name, part.strip(), most)
+    elif path.is_file() and path.suffix.lower() in SUFFIXES:
+        yield _Given(path.stem, partial(open_image, path))
+    elif text.startswith(PYTHON):
+        raise RequestError(f"given {name!r}: a source in Python is not read here; give files or an array")
+    else:
+        try:
+            source = open_source(str(path) if path.exists() else text)
+        except RequestError as error:
+            raise RequestError(f"given {name!r}: {error}") from None
+        for i in range(min(most, len(source.names))):
+            yield _Given(Path(source.names[i]).stem, partial(_read, source, i))
+
+
+def _read(source: Source, i: int) -> _Found:
+    return source.read(i)
+
+
+def _picture(config: Config, facts: ColumnFacts, given: _Given | Picture) -> Picture:
+    """Return the condition that a picture becomes."""
+    if isinstance(given, Picture):
+        return given
+    try:
+        with silence_pillow():
+            return picture_text(_READERS[facts.kind](config, facts, given), given.name)
+    except (ImageError, ValueError, OSError) as error:
+        raise RequestError(f"{facts.name} = {sanitize(given.name)[:60]} cannot be used: {error}") from None
+
+
+def _mask(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.float32]:
+    _, height, width = IMAGE_KINDS[facts.kind].shape(facts)
+    plane, coloured = read_mask(partial(labels_of_image, given.read), ImageFormat.of(1, size_of(height, width)))
+    found, inverse = np.unique(plane, return_inverse=True)
+    names = [label_name(label, coloured) for label in found.tolist()]
+    if unknown := [name for name in names if name not in facts.categories]:
+        raise RequestError(
+            f"{facts.name} = {sanitize(given.name)[:60]} has the value {unknown[0]}, and the masks of the run have "
+            f"{', '.join(facts.categories[:12])}; use these"
+        )
+    labels = np.array([facts.categories.index(name) for name in names], np.float32)
+    return labels[inverse.reshape(plane.shape)][None]
+
+
+def _second(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.float32]:
+    channels, height, width = IMAGE_KINDS[facts.kind].shape(facts)
+    ends = facts.statistics[3:]
+    bytes_ = ends[:channels] == (0.0,) * channels and ends[channels:] == (255.0,) * channels
+    usual = STORED["float32"]
+    values = [] if bytes_ else [StoredValues("float32", usual.low, usual.high)]
+    format = ImageFormat.of(channels, size_of(height, width), *values)
+    found: NDArray[np.float32] = decode(_reader(given), format, parse_colour("white"))[0].astype(np.float32)
+    return found
+
+
+def _reader(given: _Given) -> Callable[[], _Found]:
+    """Return the function that reads a picture, so that an array of bytes is one that Pillow could have."""
+
+    def read() -> _Found:
+        found = given.read()
+        if isinstance(found, np.ndarray) and found.dtype == np.uint8 and found.shape[2] in (1, 3, 4):
+            return to_pillow(found)
+        return found
+
+    return read
+
+
+def _x0(config: Config, read: Callable[[], _Found], format: ImageFormat) -> torch.Tensor:
+    """Return a picture as model values [1, C, H, W], with the ranges of the run."""
+    data = config.data
+    ranges = None if is_auto(data, "range") else Ranges.of_setting(data.range, data.clip)
+    pixels, _ = decode(read, format, parse_colour(data.background), ranges)
+    return format.to_model(torch.from_numpy(pixels.copy())[None]).float()
+
+
+def _degraded(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.float32]:
+    """Return a picture of the low resolution enlarged, and a larger one made smaller before."""
+    format, factor, read = config.image_format, int(facts.statistics[3]), _reader(given)
+    width, height = _sides(read)
+    if (height, width) == (format.height // factor, format.width // factor):
+        small = replace(format, height=height, width=width)
+        x = enlarged(_x0(config, read, small), format.height, format.width)
+    else:
+        x = made_of(_x0(config, read, format), "degrade", factor, _no_draws)
+    made: NDArray[np.float32] = x[0].numpy()
+    return made
+
+
+def _sides(read: Callable[[], _Found]) -> tuple[int, int]:
+    found = read()
+    return (found.shape[1], found.shape[0]) if isinstance(found, np.ndarray) else upright_sides(found)
+
+
+def _grey(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.float32]:
+    x0 = _x0(config, _reader(given), config.image_format)
+    made: NDArray[np.float32] = made_of(x0, "grey", 0, _no_draws)[0].numpy()
+    return made
+
+
+def _holed(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.float32]:
+    """Return a picture with NaN where it is transparent, or NaN in an array."""
+    found, missing = given.read(), np.zeros((0, 0), np.bool_)
+    if isinstance(found, Image.Image):
+        missing = np.asarray(found.convert("RGBA").getchannel("A")) < _OPAQUE
+    else:
+        values = found if isinstance(found, np.ndarray) else found.values
+        values = values[..., None] if values.ndim == 2 else values
+        missing = np.asarray(~np.isfinite(values).all(2))
+        if values.shape[2] == config.image_format.channels + 1:  # its last channel says what is known
+            alpha, values = values[..., -1], values[..., :-1]
+            missing |= np.asarray(alpha < (_OPAQUE if values.dtype.kind in "ui" else 0.5)) | np.isnan(alpha)
+        known = values[~missing]
+        found = np.where(missing[..., None], known.min() if known.size else 0, values).astype(values.dtype)
+    if not missing.any() or missing.all():
+        raise RequestError(
+            f"{facts.name} = {sanitize(given.name)[:60]}: {'all' if missing.all() else 'nothing'} of the picture is "
+            "missing; make the pixels to fill in transparent, or NaN in an array"
+        )
+    x0 = _x0(config, _reader(_Given("", lambda: found)), config.image_format)[0].numpy()
+    plane, _ = read_mask(lambda: (missing.astype(np.int64), False), ImageFormat.of(1, config.image_format.size))
+    filled: NDArray[np.float32] = np.where(plane[None] > 0, np.float32(np.nan), x0)
+    return filled
+
+
+def _no_draws() -> torch.Tensor:
+    raise AssertionError("nothing is drawn for this kind")
+
+
+_READERS: dict[str, Callable[[Config, ColumnFacts, _Given], NDArray[np.float32]]] = {
+    "mask": _mask,
+    "image": _second,
+    "degrade": _degraded,
+    "grey": _grey,
+    "hole": _holed,
+}
