@@ -1,13 +1,16 @@
-"""Draw the moving picture of the README: real images beside samples of a run, which appear out of noise.
+"""Draw the moving picture of the README: real images that a run has not seen, beside samples of their captions.
 
-    python benchmarks/moving_picture.py RUN IMAGES docs/hero.webp --caption "20 minutes of one core"
+    make demo-text
+    python benchmarks/moving_picture.py RUN HELD_OUT docs/hero.webp
 
-IMAGES is the folder that RUN was trained on, with a sub-folder for each class. Each row has one class, with its name.
+HELD_OUT is a folder of images with `metadata.csv` (`file_name,text`). Its rows are shown evenly spread, so that nobody
+chooses them. The samples appear out of noise, as the sampler removes it.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import io
 from pathlib import Path
 
@@ -19,41 +22,14 @@ from PIL import Image, ImageDraw, ImageFont
 import unfog
 from unfog.diffusion.steps import SamplingStep
 
+LARGEST = 1_000_000  # bytes
+SAMPLES, BLOCKS = 3, 2  # of a caption; side by side
+CELL, GAP, NAME, TOP = 72, 4, 170, 54
+INK, GREY, PAPER = (34, 34, 34), (120, 120, 120), (255, 255, 255)
 Pixels = NDArray[np.uint8]
 
-LARGEST = 1_000_000  # bytes
-COLUMNS, SCALE, GAP, LEFT, TOP = 5, 2, 4, 120, 30
-INK, PAPER = (34, 34, 34), (255, 255, 255)
 
-
-def real_images(folder: Path, size: int) -> list[Image.Image]:
-    """Return images that are spread evenly over a folder."""
-    files = sorted(folder.glob("*.png"))
-    chosen = [files[(2 * i + 1) * len(files) // (2 * COLUMNS)] for i in range(COLUMNS)]
-    return [Image.open(file).convert("RGB").resize((size, size), Image.Resampling.LANCZOS) for file in chosen]
-
-
-def frame(rows: list[tuple[str, list[Image.Image], list[Image.Image]]], left: str, right: str) -> Image.Image:
-    """Return one frame: for each row its name, real images, and generated ones."""
-    cell = rows[0][1][0].width * SCALE + GAP
-    middle = LEFT + COLUMNS * cell + 4 * GAP
-    width, height = middle + COLUMNS * cell, TOP + len(rows) * cell
-    page = Image.new("RGB", (width, height), PAPER)
-    draw, bold, plain = ImageDraw.Draw(page), ImageFont.load_default(16), ImageFont.load_default(13)
-    draw.text((LEFT, TOP / 2), left, INK, bold, anchor="lm")
-    draw.text((middle, TOP / 2), right, INK, bold, anchor="lm")
-    for row, (name, real, made) in enumerate(rows):
-        top = TOP + row * cell
-        draw.text((LEFT - 8, top + cell / 2), name, INK, plain, anchor="rm")
-        for start, images in ((LEFT, real), (middle, made)):
-            for column, image in enumerate(images):
-                large = image.resize((image.width * SCALE,) * 2, Image.Resampling.NEAREST)
-                page.paste(large, (start + column * cell, top))
-    draw.line((middle - 2 * GAP, TOP, middle - 2 * GAP, height), (200, 200, 200), 2)
-    return page
-
-
-def denoise(run: unfog.Run, labels: list[str], steps: int, seed: int, guidance: float) -> list[Pixels]:
+def denoise(run: unfog.Run, prompts: list[str], steps: int, seed: int, guidance: float) -> list[Pixels]:
     """Return the samples at each step, from noise to the end: arrays uint8 [N, H, W, 3]."""
     path, seen = run.config.diffusion.path, []
 
@@ -61,13 +37,39 @@ def denoise(run: unfog.Run, labels: list[str], steps: int, seed: int, guidance: 
         alpha, sigma = path(torch.tensor(step.logsnr, dtype=torch.float64))
         seen.append(run.show(step.x_t / float((alpha**2 + sigma**2).sqrt())))
 
-    samples = run.sample(len(labels), label=labels, steps=steps, seed=seed, guidance=guidance, observe=keep)
+    samples = run.sample(len(prompts), prompt=prompts, steps=steps, seed=seed, guidance=guidance, observe=keep)
     return [*seen, np.asarray(samples)]
 
 
-def write(path: Path, frames: list[Image.Image], seconds: float) -> None:
-    """Write an animation that shows its last frame for four seconds, in the best quality that fits into LARGEST bytes."""
-    times = [round(1000 * seconds / len(frames))] * (len(frames) - 1) + [4000]
+def frame(captions: list[str], real: list[Image.Image], made: Pixels, state: str) -> Image.Image:
+    """Return one frame: for each caption the real image, and samples beside it."""
+    rows, cell = -(-len(captions) // BLOCKS), CELL + GAP
+    block = NAME + (1 + SAMPLES) * cell + 3 * GAP
+    page = Image.new("RGB", (BLOCKS * block, TOP + rows * cell), PAPER)
+    draw = ImageDraw.Draw(page)
+    bold, plain = ImageFont.load_default(15), ImageFont.load_default(12)
+    draw.text((12, 14), state, INK, bold, anchor="lm")
+    for column in range(BLOCKS):
+        draw.text((column * block + NAME + CELL / 2, TOP - 12), "real", GREY, plain, anchor="mm")
+        draw.text((column * block + NAME + cell + 3 * GAP, TOP - 12), "generated", GREY, plain, anchor="lm")
+    for number, caption in enumerate(captions):
+        left, top = number // rows * block, TOP + number % rows * cell
+        words = caption.replace(", ", ",\n")
+        draw.text((left + NAME - 10, top + CELL / 2), words, INK, plain, anchor="rm", align="right")
+        page.paste(large(real[number]), (left + NAME, top))
+        for i, sample in enumerate(made[number * SAMPLES : (number + 1) * SAMPLES]):
+            page.paste(large(Image.fromarray(sample)), (left + NAME + (i + 1) * cell + 3 * GAP, top))
+    return page
+
+
+def large(image: Image.Image) -> Image.Image:
+    """Return an image at the size of a cell, its pixels as squares."""
+    return image.resize((CELL, CELL), Image.Resampling.NEAREST)
+
+
+def write(path: Path, frames: list[Image.Image]) -> None:
+    """Write an animation that shows its last frame for five seconds, in the best quality that fits into LARGEST bytes."""
+    times = [150] * (len(frames) - 1) + [5000]
     for quality in (90, 80, 70, 60, 45, 30):
         stream = io.BytesIO()
         frames[0].save(
@@ -84,27 +86,26 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("images", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--classes", nargs="*", default=[], help="default: all of them")
-    parser.add_argument("--caption", default="", help="what is above the samples, behind 'generated'")
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--captions", type=int, default=12, help="number of them")
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--guidance", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     run = unfog.load(given.run)
-    classes = given.classes or list(run.classes)
-    labels = [name for name in classes for _ in range(COLUMNS)]
+    with (given.images / "metadata.csv").open(encoding="utf-8", newline="") as file:
+        table = list(csv.DictReader(file))
+    chosen = [table[(2 * i + 1) * len(table) // (2 * given.captions)] for i in range(given.captions)]
+    captions = [row["text"] for row in chosen]
+    prompts = [caption for caption in captions for _ in range(SAMPLES)]
+    drawn = denoise(run, prompts, given.steps, given.seed, given.guidance)
+    side = drawn[0].shape[1]
+    real = [Image.open(given.images / row["file_name"]).convert("RGB") for row in chosen]
+    real = [image.resize((side, side), Image.Resampling.LANCZOS) for image in real]
     frames = []
-    drawn = denoise(run, labels, given.steps, given.seed, given.guidance)
-    real = [real_images(given.images / name, drawn[0].shape[1]) for name in classes]
     for number, samples in enumerate(drawn):
-        made = [Image.fromarray(one) for one in samples]
-        state = f"generated{given.caption and ', '}{given.caption}"
-        state += f": step {number} of {given.steps}" if number < len(drawn) - 1 else ""
-        rows = [
-            (name.replace("_", " "), real[i], made[i * COLUMNS : (i + 1) * COLUMNS]) for i, name in enumerate(classes)
-        ]
-        frames.append(frame(rows, "real", state))
-    write(given.out, frames, 3.0)
+        at = f"step {number} of {given.steps}" if number < len(drawn) - 1 else f"after {given.steps} steps"
+        frames.append(frame(captions, real, samples, f"Captions that were not in the training images: {at}"))
+    write(given.out, frames)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@
 A block ```console has commands, each behind `$ `, and their output: the first lines and the last ones, as many as the
 comment `<!-- lines: FIRST LAST -->` before the block says. A comment `<!-- file: NAME -->` before a block of code writes
 the block to that file. A comment `<!-- picture: FILE -->` before a picture of the page copies it from there. All of it
-happens in a new folder, or in the one that `--folder` names. `--quick` trains a few steps only, and changes no page: it
+happens in a new folder, or in the one that `--folder` names. A training whose run is finished there is not repeated: the
+page gets the messages that the run recorded. `--quick` trains a few steps only, and changes no page: it
 is the test that every command still works.
 """
 
@@ -86,6 +87,16 @@ def run(command: str, folder: Path) -> str:
     return done.stdout.replace(str(folder / "cache"), "~/.cache/unfog").replace(f"{folder}/", "")
 
 
+def recorded(command: str, folder: Path) -> str | None:
+    """Return the messages of a training that is finished in the folder already; None of any other command."""
+    match = re.match(r"unfog train (\S+).*?(?:--out (\S+)|$)", command)
+    path = folder / (match[2] or f"runs/{Path(match[1]).name}") if match else folder
+    log, state = path / "console.log", path / "heartbeat.json"
+    if not match or not log.is_file() or '"finished"' not in state.read_text(encoding="utf-8"):
+        return None
+    return log.read_text(encoding="utf-8")
+
+
 def save_picture(source: Path, target: Path) -> None:
     """Copy a picture, in as many colours as fit into LARGEST bytes."""
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +131,7 @@ def record(page: Path, folder: Path, quick: bool) -> str:
         lines = []
         for command in commands(match["text"]):
             print(f"$ {command}", flush=True)
-            output = run(shorten(command) if quick else command, folder)
+            output = recorded(command, folder) or run(shorten(command) if quick else command, folder)
             lines += [f"$ {command}", *shown(output, first, last)]
         text = "\n".join(lines)
         return f"{match['comments']}```console\n{text}\n```"
