@@ -14,13 +14,13 @@ import csv
 import io
 from pathlib import Path
 
+import unfog
+from unfog.diffusion.steps import SamplingStep
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
-
-import unfog
-from unfog.diffusion.steps import SamplingStep
 
 LARGEST = 1_000_000  # bytes
 SAMPLES, BLOCKS = 3, 2  # of a caption; side by side
@@ -68,7 +68,7 @@ def large(image: Image.Image) -> Image.Image:
 
 
 def write(path: Path, frames: list[Image.Image]) -> None:
-    """Write an animation that shows its last frame for five seconds, in the best quality that fits into LARGEST bytes."""
+    """Write an animation that rests at its last frame, in the best quality that fits into LARGEST bytes."""
     times = [150] * (len(frames) - 1) + [5000]
     for quality in (90, 80, 70, 60, 45, 30):
         stream = io.BytesIO()

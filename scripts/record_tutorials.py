@@ -4,11 +4,11 @@
     python scripts/record_tutorials.py docs/tutorials/drawings.md --images drawings=FOLDER
 
 A block ```console has commands, each behind `$ `, and their output: the first lines and the last ones, as many as the
-comment `<!-- lines: FIRST LAST -->` before the block says. A comment `<!-- file: NAME -->` before a block of code writes
-the block to that file. A comment `<!-- picture: FILE -->` before a picture of the page copies it from there. All of it
-happens in a new folder, or in the one that `--folder` names. A training whose run is finished there is not repeated: the
-page gets the messages that the run recorded. `--quick` trains a few steps only, and changes no page: it
-is the test that every command still works.
+comment `<!-- lines: FIRST LAST -->` before the block says. A comment `<!-- file: NAME -->` before a block of code
+writes the block to that file. A comment `<!-- picture: FILE -->` before a picture of the page copies it. All of it
+happens in a new folder, or in the one that `--folder` names. A training whose run is finished there is not repeated:
+the page gets the messages that the run recorded. `--quick` trains a few steps only, and changes no page: it is the test
+that every command still works.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FIRST, LAST = 16, 8
 COLUMNS = 100
 # What `--quick` puts in place of lengths and counts, and adds to trainings.
 QUICK = (
-    (r"--(budget|images|steps) \S+(?=.*)", ""),
+    (r"--(budget|images|steps) \S+", ""),
     (r"-n \d+", "-n 12"),
     (r"(unfog (?:train|train-autoencoder)) (\S+)", r"\1 \2 --steps 4 --batch 4 --device cpu"),
     (r"(unfog resume) (\S+)", r"\1 \2 --steps 6"),
@@ -38,7 +38,8 @@ QUICK = (
     (r"--seconds \d+", "--seconds 5"),
 )
 _BLOCK = re.compile(
-    r"(?P<comments>(?:^<!-- [^\n]* -->\n)*)(?:^```(?P<language>\w+)\n(?P<text>.*?)^```$|^!\[[^\]]*\]\((?P<target>[^)]+)\))",
+    r"(?P<comments>(?:^<!-- [^\n]* -->\n)*)"
+    r"(?:^```(?P<language>\w+)\n(?P<text>.*?)^```$|^!\[[^\]]*\]\((?P<target>[^)]+)\))",
     re.M | re.S,
 )
 _COMMENT = re.compile(r"<!-- (lines|file|picture): (.*?) -->")
