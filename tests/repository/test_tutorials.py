@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="installed without its repository")
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
+RECORDED = {"first-hour", "own-network-and-loss"}
 LARGEST = 300_000  # bytes of a picture; the moving one of the README may have a megabyte
 
 
@@ -25,7 +26,7 @@ def recorder(monkeypatch):
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_each_command_behind_a_prompt_has_its_output(page):
     blocks = re.findall(r"^```console\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
-    assert blocks
+    assert blocks or page.stem not in RECORDED
     for block in blocks:
         assert any(not line.startswith("$ ") for line in block.splitlines()), f"not recorded: {block}"
 
