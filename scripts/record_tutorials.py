@@ -59,8 +59,9 @@ def shorten(command: str) -> str:
 
 
 def shown(output: str, first: int, last: int) -> list[str]:
-    """Return the lines of an output that a page has."""
+    """Return the lines of an output that a page has, less those of progress."""
     lines = [line.rstrip() for line in output.replace("\r", "\n").splitlines()]
+    lines = [line for line in lines if not line.endswith(" so far")]
     while lines and not lines[-1]:
         lines.pop()
     return lines if len(lines) <= first + last + 1 else [*lines[:first], "…", *(lines[-last:] if last else [])]
@@ -85,7 +86,7 @@ def run(command: str, folder: Path) -> str:
     )
     if done.returncode:
         sys.exit(f"$ {command}\n{done.stdout}\nexit status {done.returncode}")
-    return done.stdout.replace(str(folder / "cache"), "~/.cache/unfog").replace(f"{folder}/", "")
+    return done.stdout.replace(str(folder / "cache"), "~/.cache/unfog").replace(f"{folder}/", "").replace(str(folder), "/home/me")
 
 
 def recorded(command: str, folder: Path) -> str | None:
