@@ -96,7 +96,7 @@ def recorded(command: str, folder: Path) -> str | None:
     log, state = path / "console.log", path / "heartbeat.json"
     if not match or not log.is_file() or '"finished"' not in state.read_text(encoding="utf-8"):
         return None
-    return log.read_text(encoding="utf-8")
+    return re.sub(r"^-- .*\n", "", log.read_text(encoding="utf-8"), flags=re.M)  # without date and process
 
 
 def save_picture(source: Path, target: Path) -> None:
