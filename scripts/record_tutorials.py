@@ -86,7 +86,8 @@ def run(command: str, folder: Path) -> str:
     )
     if done.returncode:
         sys.exit(f"$ {command}\n{done.stdout}\nexit status {done.returncode}")
-    return done.stdout.replace(str(folder / "cache"), "~/.cache/unfog").replace(f"{folder}/", "").replace(str(folder), "/home/me")
+    printed = done.stdout.replace(str(folder / "cache"), "~/.cache/unfog")
+    return printed.replace(f"{folder}/", "").replace(str(folder), "/home/me")
 
 
 def recorded(command: str, folder: Path) -> str | None:
