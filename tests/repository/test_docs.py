@@ -19,6 +19,7 @@ ROOT = Path(unfog.__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="installed without its repository")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Words that stand for others: `[--ema W]`, `…`, `{a,b}`.
+_ENDS = ("&&", "&", "2>", ">", "|")  # of a command
 _PLACEHOLDER = re.compile(r"[…|\[\]{}<>]|\.\.\.")
 
 
@@ -27,7 +28,11 @@ def commands(text: str) -> list[str]:
     blocks = re.findall(r"^```(?:bash|sh|console)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     blocks += re.findall(r"(?:^    .*\n)+", text, re.MULTILINE)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.strip() for line in lines if re.match(r"\s*(?:torchrun .* -m )?unfog [a-z]", line)]
+    return [
+        line.strip().removeprefix("$ ")
+        for line in lines
+        if re.match(r"\s*(?:\$ )?(?:torchrun .* -m )?unfog [a-z]", line)
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -35,7 +40,7 @@ def test_commands_of_the_docs_parse(page):
     for line in commands(page.read_text("utf-8")):
         words = shlex.split(line, comments=True)
         words = words[words.index("unfog") + 1 :]
-        cut = next((i for i, word in enumerate(words) if word in ("&&", ";", "&", "2>", ">", "|")), len(words))
+        cut = next((i for i, word in enumerate(words) if word in _ENDS or word.endswith(";")), len(words))
         command, *rest = words[:cut]
         if any(_PLACEHOLDER.search(word) for word in rest):
             continue

@@ -1,0 +1,114 @@
+"""Draw the pictures of the how-to pages from a real run:
+
+    python scripts/draw_pictures.py RUN [--only steps ema …]
+
+writes docs/pictures/steps.png (few sampling steps against many), ema.png (with the EMA and without), guidance.png and
+samplers.png, each with its labels in the picture. All rows of a picture begin at the same noise.
+
+    python scripts/draw_pictures.py --contest emoji-20m-default+tiny+muon-0 --images EMOJI --out emoji-20m.png
+
+puts real images above the stored samples of a run of benchmarks/quality.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+import unfog
+
+ROOT = Path(__file__).resolve().parent.parent
+PICTURES = ROOT / "docs" / "pictures"
+GRIDS = ROOT / "benchmarks" / "quality" / "results" / "grids"
+COLUMNS, CELL, GAP, LEFT, TOP = 10, 64, 4, 150, 30
+INK, PAPER = (34, 34, 34), (255, 255, 255)
+Pixels = NDArray[np.uint8]
+
+
+def table(rows: Sequence[tuple[str, Pixels]], columns: Sequence[str] = ()) -> Image.Image:
+    """Return a picture with a row for each name, and a name above each column."""
+    top = TOP if columns else GAP
+    page = Image.new("RGB", (LEFT + COLUMNS * (CELL + GAP), top + len(rows) * (CELL + GAP)), PAPER)
+    draw, font = ImageDraw.Draw(page), ImageFont.load_default(13)
+    for column, name in enumerate(columns):
+        draw.text((LEFT + column * (CELL + GAP) + CELL / 2, top / 2), name, INK, font, anchor="mm")
+    for row, (name, samples) in enumerate(rows):
+        y = top + row * (CELL + GAP)
+        draw.text((LEFT - 8, y + CELL / 2), name, INK, font, anchor="rm")
+        for column, sample in enumerate(samples[:COLUMNS]):
+            image = Image.fromarray(sample.squeeze()).convert("RGB")
+            page.paste(image.resize((CELL, CELL), Image.Resampling.NEAREST), (LEFT + column * (CELL + GAP), y))
+    return page
+
+
+def draw_steps(run: unfog.Run, path: Path) -> list[tuple[str, Pixels]]:
+    return [(f"{steps} steps", run.sample(COLUMNS, steps=steps)) for steps in (2, 4, 8, 16, 64)]
+
+
+def draw_ema(run: unfog.Run, path: Path) -> list[tuple[str, Pixels]]:
+    raw = unfog.load(path, weights="raw")
+    return [("with the EMA", run.sample(COLUMNS)), ("last weights, raw", raw.sample(COLUMNS))]
+
+
+def draw_guidance(run: unfog.Run, path: Path) -> list[tuple[str, Pixels]]:
+    return [(f"--guidance {strength:g}", run.sample(COLUMNS, guidance=strength)) for strength in (1.0, 1.5, 3.0, 6.0)]
+
+
+def draw_samplers(run: unfog.Run, path: Path) -> list[tuple[str, Pixels]]:
+    kinds = ("ddim", "dpmpp", "unipc", "heun", "ddpm")
+    return [(f"{kind}, 10 steps", run.sample(COLUMNS, sampler=kind, steps=10)) for kind in kinds]
+
+
+DRAWN: dict[str, Callable[[unfog.Run, Path], list[tuple[str, Pixels]]]] = {
+    "steps": draw_steps,
+    "ema": draw_ema,
+    "guidance": draw_guidance,
+    "samplers": draw_samplers,
+}
+
+
+def beside_real(grid: Path, images: Path) -> Image.Image:
+    """Return the samples of a stored grid, below as many real images as it has columns."""
+    made = Image.open(grid).convert("RGB")
+    side, gap = 64, 2
+    columns = (made.width + gap) // (side + gap)
+    files = sorted(images.rglob("*.png"))
+    page = Image.new("RGB", (made.width, 2 * TOP + side + made.height), PAPER)
+    draw, font = ImageDraw.Draw(page), ImageFont.load_default(15)
+    draw.text((0, TOP / 2), f"real: {columns} of {len(files):,} images", INK, font, anchor="lm")
+    draw.text((0, 1.5 * TOP + side), "generated: the first samples, not chosen", INK, font, anchor="lm")
+    for column in range(columns):
+        real = Image.open(files[(2 * column + 1) * len(files) // (2 * columns)]).convert("RGB")
+        real = real.resize((side // 2,) * 2, Image.Resampling.LANCZOS).resize((side,) * 2, Image.Resampling.NEAREST)
+        page.paste(real, (column * (side + gap), TOP))
+    page.paste(made, (0, 2 * TOP + side))
+    return page
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, nargs="?")
+    parser.add_argument("--only", nargs="*", default=list(DRAWN), choices=DRAWN)
+    parser.add_argument("--contest", help="name of a stored grid")
+    parser.add_argument("--images", type=Path, help="the images of the contest")
+    parser.add_argument("--out", help="name of its picture")
+    given = parser.parse_args()
+    PICTURES.mkdir(exist_ok=True)
+    if given.contest:
+        page = beside_real(GRIDS / f"{given.contest}.png", given.images)
+        page.quantize(256, dither=Image.Dither.NONE).save(PICTURES / given.out, optimize=True)
+        return
+    run = unfog.load(given.run)
+    for name in given.only:
+        path = PICTURES / f"{name}.png"
+        table(DRAWN[name](run, given.run), run.classes[:COLUMNS]).quantize(64).save(path, optimize=True)
+        print(f"{path}: {path.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()
