@@ -28,6 +28,8 @@ WITHOUT_PICTURE = {
     "latent.md": "measured on too little training for a picture that says something",
     "microscopy-and-medical.md": "reads files; no scan with a licence for this repository is at hand",
     "python.md": "about code",
+    "satellites.md": "reads bands of numbers; no scene with a licence for this repository is at hand",
+    "simulations.md": "fields are numbers; arrays.md has the errors",
     "text.md": "its own evaluation is not drawn yet",
     "trackers.md": "the pictures are those of other programs",
 }
