@@ -15,6 +15,7 @@ from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import AutoencoderFolder, Latents, check_multiple
 from unfog.settings import is_auto
+from unfog.values.image_format import sides_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
     # From stored values to (network input, augmentation condition or None).
     Transform = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+
+
+def _probable_sides(data: Data) -> tuple[int, int]:
+    return (64, 64) if is_auto(data, "size") else sides_of(data.size)
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,10 @@ class Representation(ABC):
     @abstractmethod
     def shape(self) -> tuple[int, int, int]:
         """(C, H, W) of the network's input."""
+
+    @abstractmethod
+    def probable_shape(self) -> tuple[int, int, int]:
+        """Return (C, H, W) of the network's input as far as it is known before images are read, else usual sizes."""
 
     @property
     @abstractmethod
@@ -151,6 +160,9 @@ class PixelSpace(Representation):
     def shape(self) -> tuple[int, int, int]:
         return self.data.image_format.shape
 
+    def probable_shape(self) -> tuple[int, int, int]:
+        return self.data.channels or 3, *_probable_sides(self.data)
+
     @property
     def stored_shape(self) -> tuple[int, ...]:
         return self.shape
@@ -230,6 +242,10 @@ class LatentSpace(Representation):
     def shape(self) -> tuple[int, int, int]:
         _, height, width = self.data.image_format.shape
         return self.latents.channels, height // self.latents.factor, width // self.latents.factor
+
+    def probable_shape(self) -> tuple[int, int, int]:
+        height, width = (max(1, side // (self.latents.factor or 8)) for side in _probable_sides(self.data))
+        return self.latents.channels or 4, height, width
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

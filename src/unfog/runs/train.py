@@ -58,7 +58,6 @@ from unfog.runs.previews import Previews
 from unfog.runs.ranks import RunContext, StoppableHooks, broadcast_config, device_for, watch_outages
 from unfog.runs.session import Session
 from unfog.runs.weights.init_weights import adopt_latent_statistics, load_initial_weights
-from unfog.settings import is_auto
 from unfog.text import sanitize
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.format import CheckpointInfo
@@ -72,7 +71,6 @@ from unfog.training.loop import train as advance
 from unfog.training.optimizers import check_resumable
 from unfog.training.settings import Custom
 from unfog.training.state import TrainState
-from unfog.values.image_format import sides_of
 
 
 @caller_flags_kept()
@@ -246,7 +244,7 @@ def check_custom_parts(config: Config) -> None:
     if isinstance(config.diffusion.weighting, CustomWeighting):
         config.diffusion.weighting.try_out()
     if isinstance(config.diffusion.loss, CustomLoss):
-        config.diffusion.loss.try_out(_probable_shape(config), config.data.has_unknown)
+        config.diffusion.loss.try_out(config.representation.probable_shape(), config.data.has_unknown)
     if config.sampler.kind.startswith(PREFIX):
         resolve_step(config.sampler.kind)
     for tracker in config.log.sinks:
@@ -262,14 +260,6 @@ def with_mirror(config: Config, folder: RunFolder, new: bool = False) -> Config:
     if place is None:
         return config
     return replace(config, checkpoint=replace(config.checkpoint, mirror=str(place.absolute())))
-
-
-def _probable_shape(config: Config) -> tuple[int, int, int]:
-    """Return (C, H, W) of the network's input as far as it is known before the images are read."""
-    factor = max(1, config.latents.factor)
-    channels = config.latents.channels or config.data.channels or 3
-    height, width = (64, 64) if is_auto(config.data, "size") else sides_of(config.data.size)
-    return channels, max(1, height // factor), max(1, width // factor)
 
 
 class _WorkerHooks(StoppableHooks):
