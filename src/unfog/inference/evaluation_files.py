@@ -151,8 +151,9 @@ class Evaluation:
             tables.append((said, [_TRUTH_HEAD, *map(_truth_row, self.truth)]))
         if self.worth:
             one = self.worth[0]
+            # None in files of earlier versions.
             known = one.loss_low is not None and one.loss_high is not None
-            within = f" ({one.loss_low:.4g} to {one.loss_high:.4g})" * known
+            within = f" ({one.loss_low:.4g} to {one.loss_high:.4g})" if known else ""
             loss = f"{one.loss:.4g}{within} of {one.n:,} images"
             said = f"Rise of the held-out loss, {loss}, with conditions of others or none"
             tables.append((said, [_WORTH_HEAD, *map(_worth_row, self.worth)]))
