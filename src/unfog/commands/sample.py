@@ -104,7 +104,9 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     prompts = request.read_prompts()
     asked = format.with_prompts(format.with_label(format.read_words(request.given), request.label), prompts)
     asked = read_pictures(stored, asked, request.n)
-    format.parse(asked)  # before the weights are read
+    # Before the weights are read.
+    format.parse(asked)
+    format.read_negative(request.negative)
     if len(prompts) > request.n:
         say(f"  the first {request.n:,} of {len(prompts):,} prompts are drawn; -n {len(prompts)} draws all of them")
     # Before the weights too: a file that cannot be read should not take a minute to be found.
@@ -136,6 +138,7 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
         values = None if measurement or view is None else sample_format(run.config.source, run.config.data.slices)
         names = format.names(prepared.generation.given, request.n)
         folder = SampleFolder(out, digest, request.n, names, prepared.caption, told, view, values)
+        folder.negative = format.show_text(prepared.generation.negative)
         for part in parts:
             _draw(part, folder, observe_all(strip, animation))
         if animation is not None and request.animate is not None:

@@ -176,7 +176,7 @@ class Run(LoadedRun):
                 sampling ends, and the images of the batches that were finished are returned.
             size: of the images, 64 or "96x64" (width x height), which the network must take; 0 is that of the run, or
                 of its bucket with most images.
-            settings: seed, to_seed, steps, sampler, grid, levels, guidance, guidance_interval, guide_every,
+            settings: seed, to_seed, steps, sampler, grid, levels, guidance, guidance_interval, negative, guide_every,
                 batch, precision, strength, repeats: see `config.requests.sample.SamplingRequest`.
 
         RequestError if a setting, an image or a mask is not valid, or the guide does not fit or does not exist.
@@ -230,6 +230,7 @@ class Run(LoadedRun):
         asked = conditions.with_prompts(conditions.with_label(given, label), prompt)
         asked = read_pictures(self.config, asked, request.n)
         unconditional = measurement is not None and asked == {} and self.config.label_dropout > 0
+        negative = conditions.read_negative(request.negative)
         generation = GenerationSettings(
             request.n,
             self.sampler(request.sampler, request.steps, request.grid, request.levels),
@@ -240,9 +241,11 @@ class Run(LoadedRun):
             request.guidance_interval or self.config.guidance_interval,
             precision=request.precision,
             guide_every=request.guide_every,
+            negative=negative,
             to_seed=request.to_seed,
         ).resolved(self.config, self.device)
-        for concern in [*conditions.concerns(generation.given), *self._untold(generation)]:
+        told = (*generation.given, *([(conditions.text.name, (negative,))] if negative and conditions.text else []))
+        for concern in [*conditions.concerns(told), *self._untold(generation)]:
             warn(concern)
         edit = build_edit(self.config, image, mask, request.strength, request.repeats)
         # Last, as a guide is another network to load.
@@ -252,6 +255,8 @@ class Run(LoadedRun):
         if guidance.scale == 1 and request.guidance_interval is not None:
             remedy = "--guidance 2" if conditions.can_be_dropped and self.config.label_dropout else "a --guide"
             raise RequestError(f"guidance_interval has no effect with guidance = 1; give {remedy}, or omit it")
+        if guidance.scale == 1 and negative:
+            raise RequestError("a negative prompt has no effect with guidance = 1; give --guidance 2, or omit it")
         generation = replace(generation, guidance=guidance.scale)
         if self.enlarged > FAR:
             self._check_memory(generation, guidance.guide is not None)
@@ -320,6 +325,8 @@ class Run(LoadedRun):
             of += [edit.strength, edit.repeats, edit.image.tolist(), edit.unknown is not None and edit.unknown.tolist()]
         if measurement is not None:
             of.append(measurement.digest)
+        if generation.negative:
+            of.append(generation.negative)
         return hashlib.sha256(repr(of).encode()).hexdigest()
 
     def export(self, out: str | PathLike[str], **settings: Any) -> Path:
@@ -349,12 +356,14 @@ class Run(LoadedRun):
         return table(rows, preview, self.path, f"preview {preview.stem}")
 
     def _describe(self, generation: GenerationSettings, guide: str) -> tuple[str, ...]:
+        conditions, negative = self.config.conditions, generation.negative
         return (
             self.path.resolve().name,
             f"step {self.step:,}",
             self._weights(),
             f"{generation.sampler.kind} {generation.sampler.steps} steps",
             *([f"guidance {generation.guidance:g}"] if generation.guidance != 1 else []),
+            *([f"negative {sanitize(conditions.show_text(negative))}"] if negative else []),
             *([f"guide {guide}"] if guide else []),
             *([f"guide every {generation.guide_every}"] if generation.guide_every != 1 else []),
             *([generation.precision] if generation.precision != "fp32" else []),

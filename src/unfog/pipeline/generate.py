@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,8 @@ class GenerationSettings:
     first: int = 0  # number of the first sample
     precision: SamplingPrecision = "auto"  # of the network; the sampler itself always computes in fp32
     guide_every: int = 1  # guided calls of the network to a call of the guide, whose difference is kept in between
+    negative: tuple[int, ...] = field(default=(), repr=False)
+    """Tokens of a text that guidance leads away from; () is none."""
     to_seed: int | None = None  # then the samples go from the first one of `seed` to the first one of this seed
 
     def __post_init__(self) -> None:
@@ -230,12 +232,16 @@ def conditional_denoiser(
     """Return the denoiser with these conditions, and with the guidance of `settings`.
 
     Guidance extrapolates away from the weaker `guide` with the same conditions, or else from the unconditional output.
+    A negative text takes the place of the text in either.
     RequestError if that needs conditions, or a network trained without them at times, and there is none.
     """
     guided: Conditional = denoiser
     if settings.guidance != 1:
+        negative = None
+        if settings.negative and conditions.tokens is not None:
+            negative = conditions.tokens.new_tensor(settings.negative)
         if guide is not None:
-            guided = Autoguided(denoiser, guide, settings.guidance, settings.guide_every)
+            guided = Autoguided(denoiser, guide, settings.guidance, settings.guide_every, negative)
         elif not conditions.droppable:
             raise RequestError(
                 f"guidance = {settings.guidance} needs classes or other conditions, and this run has none; or a weaker "
@@ -246,7 +252,7 @@ def conditional_denoiser(
                 f"guidance = {settings.guidance} needs a network trained with --label-dropout, such as 0.1"
             )
         else:
-            guided = Guided(denoiser, settings.guidance)
+            guided = Guided(denoiser, settings.guidance, negative)
         if settings.interval != (0.0, 1.0):
             guided = Within(guided, denoiser, settings.interval)
     return lambda x, logsnr: guided(x, logsnr, conditions)

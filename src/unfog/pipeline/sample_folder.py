@@ -23,6 +23,7 @@ from unfog.text import sanitize
 
 # File in a folder of samples until its grid is written: what the samples are of.
 UNFINISHED = "unfinished.json"
+_LONGEST_NEGATIVE = 20  # characters of a negative text in the name of a file
 _LONGEST_NAME = 40  # characters of a class, or of conditions, in the name of a file
 
 
@@ -41,6 +42,9 @@ class SampleFolder:
         values: format of these, in place of .npy.
     """
 
+    negative = ""
+    """Text that the samples were led away from, for their files; "" for none."""
+
     def __init__(
         self,
         path: Path,
@@ -58,7 +62,8 @@ class SampleFolder:
 
     def file(self, number: int) -> Path:
         """Return the path of a sample."""
-        return self.path / f"{number:06d}{_in_file_name(self._name(number))}.png"
+        away = _in_file_name(f"not {self.negative}", _LONGEST_NEGATIVE) if self.negative else ""
+        return self.path / f"{number:06d}{_in_file_name(self._name(number))}{away}.png"
 
     def holds(self, numbers: range) -> bool:
         """Return True if all these samples are written. A file is whole or absent."""
@@ -75,6 +80,8 @@ class SampleFolder:
                 continue
             name = self._name(number)
             text = {self.told: name} if name else {}
+            if self.negative:
+                text["Negative"] = sanitize(self.negative)
             if self.settings:
                 text["Settings"] = sanitize(", ".join([*self.settings, f"sample {number}"]))
             if self._view is not None:
@@ -204,7 +211,7 @@ def _read(path: Path) -> Pixels:
     return pixels if pixels.ndim == 3 else pixels[..., None]
 
 
-def _in_file_name(name: str) -> str:
+def _in_file_name(name: str, longest: int = _LONGEST_NAME) -> str:
     """Return the name of a sample as part of a file name: "-T_shirt"; letters and digits of any language stay."""
-    plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)[:_LONGEST_NAME]
+    plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)[:longest]
     return f"-{plain}" if plain else ""

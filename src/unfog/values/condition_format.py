@@ -218,6 +218,24 @@ class ConditionFormat:
             raise RequestError(f"prompt and given {self.text.name!r} are the same; give one of them")
         return {**given, self.text.name: words}
 
+    def read_negative(self, negative: str) -> tuple[int, ...]:
+        """Return the tokens of a text that samples are led away from; () for "", which is none.
+
+        RequestError if the run has no texts, or the text is too long.
+        """
+        if not isinstance(negative, str):
+            raise RequestError(f"negative = {negative!r:.60} must be one text, such as 'dark'")
+        if not negative.strip():
+            return ()
+        if self.text is None:
+            raise RequestError("a negative prompt needs a run that learned captions, by --condition text; omit it")
+        tokens: tuple[int, ...] = kind_of(TEXT).parse(self.text, negative)
+        return tokens if tokens[0] >= 0 else ()  # of a text without a word nothing is left
+
+    def show_text(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens; "" for () and without texts."""
+        return "" if self.text is None or not tokens else kind_of(TEXT).show(self.text, tokens)
+
     def read_words(self, words: Iterable[str]) -> dict[str, object]:
         """Parse the conditions of a command line, such as "age=60" or "class=cat,dog"."""
         known, given = self._facts_by_name, dict[str, object]()
