@@ -80,6 +80,7 @@ def drawn(tmp_path_factory):
         labels=[0, 1] * 12,
         out=tmp_path_factory.mktemp("drawn") / "run",
         steps=2,
+        condition_dropout=0.1,
         precision="fp32",
         **TINY,
     )
@@ -112,12 +113,19 @@ def test_a_negative_prompt_takes_the_place_of_no_text(drawn):
         # Outside of the interval nothing is guided.
         outside = replace(prepared.generation, interval=(0.9, 1.0))
         torch.testing.assert_close(conditional_denoiser(denoiser, config, outside, told)(x, logsnr), more)
+        # With a weight for each condition it is told wherever the text is hidden.
+        weighed = replace(prepared.generation, guidance=(("class", 2.0), ("text", 3.0)))
+        none = told._replace(tokens=away.tokens, label=torch.full((2,), -1))
+        steps = [denoiser(x, logsnr, each) for each in (none, told._replace(tokens=away.tokens), told)]
+        guided = conditional_denoiser(denoiser, config, weighed, told)(x, logsnr)
+        torch.testing.assert_close(guided, steps[0] + 2 * (steps[1] - steps[0]) + 3 * (steps[2] - steps[1]))
     for none in ("", " "):
         assert drawn.prepare(**asked, guidance=3, negative=none).generation.negative == ()
     assert drawn.prepare(**asked, guidance=3, negative_prompt="dark").generation.negative == (
         *drawn.config.conditions.read_negative("dark"),
     )
-    for wrong, said in (({}, "guidance = 1"), ({"guidance": 3, "negative": 5}, "negative")):
+    refused = [({}, "guidance = 1"), ({"guidance": 3, "negative": 5}, "negative")]
+    for wrong, said in [*refused, ({"guidance": {"age": 2}}, "whose weight is 1"), ({"guidance": {"text": 0}}, "is 0")]:
         with pytest.raises(RequestError, match=said):
             drawn.prepare(**asked, **{"guidance": 1, "negative": "dark", **wrong})
 

@@ -14,7 +14,15 @@ from typing import Any, get_args, get_origin
 
 from unfog.config.aliases import OUT, SAMPLING, USUAL, advice_on, current_name
 from unfog.config.describe import describe
-from unfog.config.spec_strings import FormatError, describe_type, parse_spec, parse_value, quote, registry_of
+from unfog.config.spec_strings import (
+    FormatError,
+    SampleGrid,
+    describe_type,
+    parse_spec,
+    parse_value,
+    quote,
+    registry_of,
+)
 from unfog.errors import RequestError
 from unfog.settings import AUTO, NO_AUTO
 
@@ -38,10 +46,16 @@ class _Flag:
         """Return the least and the largest number of words that follow; None is any."""
         if self.switch is not None:
             return 0, 0
+        if self.annotation == SampleGrid:
+            return 1, None
         members = get_args(self.annotation)
         if get_origin(self.annotation) is tuple and not registry_of(self.annotation):
             return (1, None) if members[-1] is Ellipsis else (len(members), len(members))
         return 1, 1
+
+    def joins(self, words: Sequence[str]) -> bool:
+        """Return whether these words may follow one flag together: a grid of noise levels is one word."""
+        return self.annotation != SampleGrid or len(words) < 2 or all("=" in word for word in words)
 
     def expected(self) -> str:
         """Describe the words that follow: "a whole number"."""
@@ -82,7 +96,7 @@ class ParsedArgs:
         if before != (spelled, words):  # repeated alike, it contradicts nothing
             first, second = (" ".join([name, *said]) for name, said in (before, (spelled, words)))
             remedy = "give one of them"
-            if flag.counts()[1] is None:
+            if flag.counts()[1] is None and flag.joins([*before[1], *words]):
                 remedy = f"give all values after one flag: {quote(' '.join([spelled, *before[1], *words]))}"
             raise RequestError(f"{spelled} is given twice: {quote(first)} and {quote(second)}; {remedy}")
         table = self.table
@@ -134,7 +148,7 @@ def parse_args(words: Sequence[str], kind: type, prog: str, others: Mapping[str,
                 raise RequestError(f"{spelled} takes no value; write {both}")
             # "--flag=value" takes one word whatever it looks like, so a value may begin with a dash.
             values = [attached] if equals else []
-            values += _take_values(flag, len(values), left, flags, len(needed) - len(free))
+            values += _take_values(flag, values, left, flags, len(needed) - len(free))
             _check_count(flag, spelled, values)
             args.put(flag, spelled, values)
     if not len(needed) <= len(free) <= len(metavars):
@@ -163,15 +177,17 @@ def _current_flag(spelled: str) -> str:
     return "--" + current_name(spelled[2:].replace("-", "_")).replace("_", "-")
 
 
-def _take_values(flag: _Flag, had: int, left: list[str], flags: Mapping[str, _Flag], keep: int) -> list[str]:
+def _take_values(flag: _Flag, had: list[str], left: list[str], flags: Mapping[str, _Flag], keep: int) -> list[str]:
     """Take the words of a flag that has `had` of them from `left`. A list leaves the last `keep` to SOURCE or RUN."""
     least, most = flag.counts()
     values: list[str] = []
-    while left and (most is None or had + len(values) < most):
+    while left and (most is None or len(had) + len(values) < most):
         # A negative number and a lone dash are values.
         if left[0].startswith("--") or left[0].partition("=")[0] in (*flags, "-h"):
             break
-        if most is None and had + len(values) >= least and len(left) <= keep:
+        if most is None and len(had) + len(values) >= least and len(left) <= keep:
+            break
+        if not flag.joins([*had, *values, left[0]]):
             break
         values.append(left.pop(0))
     return values

@@ -15,13 +15,14 @@ from unfog.config.requests.export import ExportRequest, ExportSettings
 from unfog.config.requests.sample import SampleRequest, SamplingRequest, is_model
 from unfog.config.spec_strings import quote
 from unfog.config.validate import check_out, check_sample_size, report_dropped_levels, resolve_sampler
+from unfog.data.columns.given_table import read_given_table
 from unfog.data.scans.write import sample_format
 from unfog.errors import RequestError
 from unfog.files.seals import seal_of
 from unfog.pipeline.sample_folder import SampleFolder
 from unfog.process.machine_key import machine_key
 from unfog.process.run_folder import RunFolder, unused_path
-from unfog.reporting.image_grids import Pixels, grid, save_png, with_caption
+from unfog.reporting.image_grids import Pixels, captioned_grid, grid, save_png, with_caption
 from unfog.reporting.progress import Progress, plural, print_result, say
 from unfog.values.buckets import share_samples
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from unfog.diffusion.steps import SamplingStep
     from unfog.inference.run import PreparedSampling, Run
     from unfog.pipeline.denoising_pictures import DenoisingStrip
+    from unfog.values.condition_requests import CellNames
     from unfog.values.image_format import ImageFormat
 
 _MAX_IN_GRID = 1000  # samples; a grid of ten thousand takes more memory than generating them, and few programs open it
@@ -78,7 +80,7 @@ def _sample_model(request: SampleRequest) -> Path:
 
 
 def _sampler(request: SampleRequest, config: Config) -> Sampler:
-    return resolve_sampler(config, request.sampler, request.steps, request.grid, request.levels)
+    return resolve_sampler(config, request.sampler, request.steps, request.noise_grid, request.levels)
 
 
 def _load(request: SampleRequest) -> Run:
@@ -107,7 +109,11 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     # Before the weights are read.
     format.parse(asked)
     format.read_negative(request.negative)
-    if len(prompts) > request.n:
+    if request.cells is not None:
+        format.crossed(request.cells, asked)
+    elif request.given_table is not None:
+        read_given_table(request.given_table, format)
+    elif len(prompts) > request.n:
         say(f"  the first {request.n:,} of {len(prompts):,} prompts are drawn; -n {len(prompts)} draws all of them")
     # Before the weights too: a file that cannot be read should not take a minute to be found.
     edit = build_edit(stored, request.image, request.mask, request.strength, request.repeats)
@@ -124,10 +130,11 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     animation = DenoisingAnimation(diffusion.path, steps, run.show) if request.animate else None
     settings = {f.name: getattr(request, f.name) for f in fields(SamplingRequest)}
     guide = request.guide if request.guide_checkpoint is None else request.guide_checkpoint
-    settings |= {"measure": request.measure, "observed": request.observed}
+    settings |= {"measure": request.measure, "observed": request.observed, "given_table": request.given_table}
     prepared = run.prepare(**settings, given=asked, guide=guide, image=request.image, mask=request.mask)
     measurement = prepared.measurement
-    of_one_size = request.size or edit or measurement or strip or animation or request.to_seed is not None
+    cells, count = prepared.cells, prepared.generation.count
+    of_one_size = request.size or edit or measurement or strip or animation or request.to_seed is not None or cells
     parts, digest = _parts(run, prepared, split=not of_one_size)
     if request.out is None:  # in the run, into which a stranger may have put unfinished samples of any pictures
         digest = seal_of(machine_key(), "samples", digest.encode()).hex()
@@ -136,8 +143,8 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
         view = run.config.view if measurement or not run.config.image_format.is_picture else None
         # Draws of a posterior are read back for their mean.
         values = None if measurement or view is None else sample_format(run.config.source, run.config.data.slices)
-        names = format.names(prepared.generation.given, request.n)
-        folder = SampleFolder(out, digest, request.n, names, prepared.caption, told, view, values)
+        names = format.names(prepared.generation.given, count)
+        folder = SampleFolder(out, digest, count, names, prepared.caption, told, view, values, prepared.files)
         folder.negative = format.show_text(prepared.generation.negative)
         for part in parts:
             _draw(part, folder, observe_all(strip, animation))
@@ -145,7 +152,8 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
             animation.save(request.animate, folder.first(MOST_SAMPLES))
         if measurement is not None:
             write_posterior(folder, run.config, measurement)
-        write_grid(folder, run.config, _edited(edit, run.config.image_format) if edit else (), strip)
+        edited = _edited(edit, run.config.image_format) if edit and not cells else ()
+        write_grid(folder, run.config, edited, strip, cells)
     return out
 
 
@@ -215,21 +223,29 @@ def _edited(edit: Edit, format: ImageFormat) -> list[Pixels]:
 
 
 def write_grid(
-    folder: SampleFolder, config: Config, edited: Sequence[Pixels] = (), strip: DenoisingStrip | None = None
+    folder: SampleFolder,
+    config: Config,
+    edited: Sequence[Pixels] = (),
+    strip: DenoisingStrip | None = None,
+    cells: CellNames | None = None,
 ) -> None:
     """Write grid.png of the first thousand samples, and strip.png if sampling was observed; the folder is done then.
 
-    The samples of an edit come after `edited`, its image and mask.
+    The samples of an edit come after `edited`, its image and mask. `cells` are the captions of a grid of conditions.
     """
     from unfog.pipeline.generate import sample_grid, with_legend
 
     if folder.count > _MAX_IN_GRID:
         say(f"  grid.png shows the first {_MAX_IN_GRID:,} of {folder.count:,} samples")
     first = folder.first(_MAX_IN_GRID)
-    image = grid(np.concatenate([np.stack(edited), first])) if edited else sample_grid(first, folder.names)
+    if cells is not None:
+        image = captioned_grid(first, cells.across, cells.down)
+    else:
+        image = grid(np.concatenate([np.stack(edited), first])) if edited else sample_grid(first, folder.names)
     image = with_legend(image, config)
-    captioned = with_caption(image, folder.settings) if folder.settings else image
-    save_png(folder.path / "grid.png", folder.path, captioned)
+    said = (*folder.settings, *(cells.shared if cells else ()))
+    captioned = with_caption(image, said) if said else image
+    save_png(folder.path / "grid.png", folder.path, captioned, folder.text)
     if strip is not None:
         save_png(folder.path / "strip.png", folder.path, strip.image())
     # Last, as a folder that is finished is not gone on with.

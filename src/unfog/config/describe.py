@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unfog.config.schema import SHORT
-from unfog.config.spec_strings import field_types, format_spec, registry_of, strip_optional
+from unfog.config.spec_strings import SampleGrid, field_types, format_spec, registry_of, strip_optional
+from unfog.diffusion.noise import Grid
 from unfog.settings import AUTO, Rules, rules_of
 from unfog.values.image_format import Size
 
@@ -62,8 +63,9 @@ class Description:
         """Words that it can be: of a list of choices, or kinds of a part."""
         if (registry := registry_of(self.annotation)) is not None:
             return tuple(registry)
-        literal = typing.get_origin(self.annotation) is Literal
-        return tuple(map(str, typing.get_args(self.annotation))) if literal else ()
+        annotation = Grid if self.annotation == SampleGrid else self.annotation
+        literal = typing.get_origin(annotation) is Literal
+        return tuple(map(str, typing.get_args(annotation))) if literal else ()
 
     @property
     def metavar(self) -> str:

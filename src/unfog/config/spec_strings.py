@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from unfog.custom import REGISTERED, is_own_choice
-from unfog.diffusion.noise import PATHS, SCHEDULES
+from unfog.diffusion.noise import PATHS, SCHEDULES, Grid
 from unfog.diffusion.target import TARGETS
 from unfog.diffusion.weighting import WEIGHTINGS, CustomWeighting
 from unfog.errors import RequestError
@@ -33,8 +33,11 @@ from unfog.models.settings import ARCHITECTURES, FOREIGN_NETWORKS, SIZES
 from unfog.settings import AUTO
 from unfog.text import is_address, suggest, without_secrets
 from unfog.training.settings import EMA_SCHEDULES, OPTIMIZERS
+from unfog.values.condition_requests import ConditionGrid, GuidanceScale, parse_grid, parse_weights
 from unfog.values.image_format import Size, parse_size
 
+SampleGrid = Grid | ConditionGrid
+"""What `grid` of a sample is: a grid of noise levels, or conditions against each other."""
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 # ASCII only: Python's own reading takes digits of every script, and words such as "infinity".
 _WHOLE = re.compile(r"[+-]?[0-9]+(?:_[0-9]+)*")
@@ -95,6 +98,10 @@ def describe_type(annotation: Any) -> str:
         )
     if annotation == Size:
         return 'a size such as 64 or "96x64", width x height'
+    if annotation == SampleGrid:
+        return f"{describe_type(Grid)}, or NAME=VALUES of a condition"
+    if annotation == GuidanceScale:
+        return "a number, or a number for each condition: age=2,stain=1"
     if is_dataclass(annotation):
         return "a table of settings"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}
@@ -115,6 +122,10 @@ def describe_mismatch(annotation: Any, value: object) -> str:
 def parse_value(annotation: Any, words: Sequence[str]) -> Any:
     """Return the value of one word, or for a tuple of several. Raise FormatError if they have the wrong format."""
     annotation = strip_optional(annotation)
+    if annotation == SampleGrid:
+        if "=" in words[0]:
+            return parse_grid(words)
+        annotation = Grid
     args = typing.get_args(annotation)
     if typing.get_origin(annotation) is tuple:
         return tuple(parse_value(args[0], [word]) for word in words)
@@ -129,6 +140,10 @@ def parse_value(annotation: Any, words: Sequence[str]) -> Any:
         raise FormatError(describe_mismatch(annotation, word))
     if annotation == Size:
         return _size(word)
+    if annotation == GuidanceScale:
+        if "=" in word:
+            return parse_weights(word)
+        annotation = float
     if annotation is bool:
         if word.lower() in _BOOLEANS:
             return _BOOLEANS[word.lower()]

@@ -19,6 +19,7 @@ from unfog.config.aliases import current_name
 from unfog.config.spec_strings import (
     MAX_INT,
     FormatError,
+    SampleGrid,
     describe_mismatch,
     field_types,
     lookup,
@@ -29,9 +30,11 @@ from unfog.config.spec_strings import (
     strip_optional,
 )
 from unfog.custom import consent, is_own_choice
+from unfog.diffusion.noise import Grid
 from unfog.errors import RequestError
 from unfog.settings import AUTO, NO_AUTO, rules_of
 from unfog.text import not_utf8, sanitize, suggest
+from unfog.values.condition_requests import ConditionGrid, GuidanceScale, parse_grid, parse_weights
 from unfog.values.image_format import Size, parse_size
 
 T = TypeVar("T")
@@ -232,6 +235,14 @@ def of_type(annotation: Any, value: Any, name: str) -> Any:
     optional, annotation = types.NoneType in typing.get_args(annotation), strip_optional(annotation)
     if optional and value is None:
         return None
+    if annotation == SampleGrid:
+        if isinstance(value, ConditionGrid | Mapping):
+            return value if isinstance(value, ConditionGrid) else parse_grid(value)
+        annotation = Grid
+    if annotation == GuidanceScale:
+        if isinstance(value, Mapping | list | tuple) or (isinstance(value, str) and "=" in value):
+            return parse_weights(value, name)
+        annotation = float
     args = typing.get_args(annotation)
     if typing.get_origin(annotation) is tuple and isinstance(value, list | tuple):
         if args[-1] is not Ellipsis and len(value) != len(args):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import reduce
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from unfog.device.copies import to_device
 from unfog.diffusion.diffusion import Diffusion, Network
 from unfog.diffusion.variance import fraction_of
 from unfog.values.conditions import NO_CONDITIONS, Conditions
+
+if TYPE_CHECKING:
+    from unfog.values.condition_kinds import Span
 
 Conditional = Callable[..., Tensor]
 """(x_t [B, C, H, W], logsnr [B], `Conditions`) -> E[x0 | x_t, conditions]."""
@@ -81,6 +85,43 @@ class Guided:
         # Only the guess is extrapolated: the logarithm of a variance is not a score.
         variance = (conditional if self.scale else unconditional)[:, channels:]
         return torch.cat([led[:, :channels], variance], 1)
+
+
+@dataclass(frozen=True)
+class GuidedInTurn:
+    """Guidance with a weight for each condition: D_0 + sum of w_k (D_k - D_(k-1)), in one batched call.
+
+    D_0 is given the conditions of weight 1, and D_k those of D_(k-1) and the k-th one. This is eq. 3 of
+    InstructPix2Pix (Brooks et al. 2023) for any number of conditions. It follows from the chain rule, p(x | a, b) =
+    p(x) p(a | x) p(b | x, a) / p(a, b), whose factors get the weights as exponents, so conditions may depend on each
+    other. Weights of 1 are the plain denoiser, and equal weights are `Guided`. The sum of w_k (D(k alone) - D(none))
+    of Composable Diffusion (Liu et al. 2022) is neither: it holds for conditions that are independent given the image,
+    and counts twice what two conditions share.
+    """
+
+    denoiser: Conditional
+    turns: Sequence[tuple[float, Sequence[Span]]]
+    """(w_k, places of the conditions hidden from D_k) of each estimate, D_0 first, whose weight is 1."""
+    negative: Tensor | None = None
+    """Tokens of a text, int64 [L], that an estimate is given where the text is hidden from it; None gives none."""
+
+    def __call__(self, x_t: Tensor, logsnr: Tensor, conditions: Conditions) -> Tensor:
+        """Return guided E[x0 | x_t, conditions]: [B, C, H, W] at noise level [B].
+
+        A learned variance, in further channels, is that of the last estimate, as in `Guided`.
+        """
+        count, channels = len(self.turns), x_t.shape[1]
+        told = reduce(Conditions.cat, [self._without(conditions, hidden) for _, hidden in reversed(self.turns)])
+        answers = self.denoiser(torch.cat([x_t] * count), torch.cat([logsnr] * count), told)
+        first, *others = reversed(answers.chunk(count))
+        led, less = first, first
+        for (weight, _), more in zip(self.turns[1:], others, strict=True):
+            led, less = led + weight * (more - less), more
+        return torch.cat([led[:, :channels], less[:, channels:]], 1) if led.shape[1] > channels else led
+
+    def _without(self, conditions: Conditions, hidden: Sequence[Span]) -> Conditions:
+        negative = self.negative if any(field == "tokens" for field, *_ in hidden) else None
+        return conditions.without(hidden).with_text(negative)
 
 
 @dataclass(frozen=True)

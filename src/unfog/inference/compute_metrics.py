@@ -53,6 +53,7 @@ from unfog.reporting.progress import Progress
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World
 from unfog.values.columns import rows_of
+from unfog.values.condition_requests import spell_guidance
 
 _MOST_HELD_OUT = 1000  # held-out images of the loss
 _MOST_FOR_WORTH = 256  # held-out images of the worth, which takes two losses for each condition
@@ -147,7 +148,10 @@ def _describe_generation(run: LoadedRun, setup: EvaluationSetup) -> dict[str, An
         "sampler": generation.sampler.kind,
         "steps": generation.sampler.steps,
         "seed": generation.seed,
-        "guidance": generation.guidance,
+        # A number as such, as it always was.
+        "guidance": spell_guidance(generation.guidance)
+        if isinstance(generation.guidance, tuple)
+        else generation.guidance,
         **({"guide": setup.guide_name} if setup.guide_name else {}),
         **({"guide every": generation.guide_every} if generation.guide_every != 1 else {}),
         **({"within": f"{low:g} to {high:g} of noise"} if partly else {}),

@@ -12,9 +12,11 @@ from unfog.config.validate import path_text
 from unfog.diffusion.denoiser import Denoiser
 from unfog.errors import RequestError, RunError
 from unfog.inference.loaded_run import LoadedRun, swept_width
+from unfog.pipeline.generate import check_guidance, one_strength
 from unfog.reporting.progress import say
 from unfog.training.precision import DTYPES, drawing_precision
 from unfog.training.settings import PowerEma, SamplingPrecision
+from unfog.values.condition_requests import GuidanceScale
 
 # A weaker run, loaded, or as "RUN" or "RUN:STEP"; the step of another checkpoint of the same run; or "auto", this run's
 # EMA of an earlier step; or "none".
@@ -28,7 +30,7 @@ class Guidance(NamedTuple):
     """Guide of samples, and its strength."""
 
     guide: Denoiser | None
-    scale: float
+    scale: GuidanceScale
     name: str
     """The guide as a person names it; "" for none."""
 
@@ -36,16 +38,22 @@ class Guidance(NamedTuple):
 def resolve_guidance(
     run: LoadedRun,
     guide: Guide | None,
-    scale: float | None,
+    scale: GuidanceScale | None,
     precision: SamplingPrecision,
     every: int = 1,
     edits: bool = False,
 ) -> Guidance:
     """Return the guide and the guidance scale; None is the usual one, and a guide of "none" is none.
 
+    Weights of conditions are guidance by conditions alone, without a guide, in the form of `ConditionFormat.guidance`.
     `edits` is true where samples begin from an image, which only a guide that was asked for guides.
     RequestError if there is no such guide, or the scale does not use it, or `every` needs one and there is none.
     """
+    if isinstance(scale, tuple):
+        if guide not in (None, _NONE):
+            one_strength(scale)
+        guide, scale = _NONE, run.config.conditions.guidance(scale)
+        check_guidance(run.config, scale)
     if guide is None:
         weaker, guide = (None, _NONE) if edits or scale == 1 else _usual_guide(run)
     else:

@@ -18,8 +18,9 @@ from unfog.config.requests.evaluate import EvaluationRequest
 from unfog.config.requests.export import ExportSettings
 from unfog.config.requests.sample import SamplingRequest
 from unfog.config.toml import update
-from unfog.config.validate import folder_path
+from unfog.config.validate import folder_path, path_text
 from unfog.custom import consent
+from unfog.data.columns.given_table import read_given_table
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.editing import Edit
 from unfog.diffusion.sampler import Observe
@@ -31,11 +32,15 @@ from unfog.pipeline.generate import GenerationSettings, generate_batches
 from unfog.pipeline.given_images import read_pictures
 from unfog.pipeline.measurement import MeasureInput, Measurement, ObservedInput, build_measurement
 from unfog.process.device import available_memory
-from unfog.reporting.image_grids import Pixels
+from unfog.reporting.image_grids import Pixels, captioned_grid
+from unfog.reporting.image_grids import grid as image_grid
 from unfog.reporting.notebook import figure, table
 from unfog.reporting.progress import plural, warn
 from unfog.text import format_bytes, sanitize
 from unfog.training.precision import DTYPES
+from unfog.values.columns import CLASS
+from unfog.values.condition_format import ConditionFormat, Given
+from unfog.values.condition_requests import CellNames, passes, spell_guidance
 from unfog.values.image_format import Size, are_pictures, to_pillow
 
 if TYPE_CHECKING:
@@ -52,15 +57,28 @@ class Samples(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
     caption: str
     """How the images were generated: run, step, weights, sampler, seed."""
 
+    cells: CellNames | None = None
+    """Captions of the columns and rows of a grid of conditions, whose cells all the samples are; None otherwise."""
+
     @classmethod
-    def of(cls, images: Any, caption: str) -> Samples:
+    def of(cls, images: Any, caption: str, cells: CellNames | None = None) -> Samples:
         """Return the same memory as samples."""
         samples: Samples = np.asarray(images).view(cls)
-        samples.caption = caption
+        samples.caption, samples.cells = caption, cells
         return samples
 
     def __array_finalize__(self, other: Any) -> None:
         self.caption = getattr(other, "caption", "")
+
+    def grid(self) -> Pixels:
+        """Return one picture of all images, uint8 [H, W, 3]; the cells of a grid of conditions have captions.
+
+        Raises RequestError if this is no longer an array of images.
+        """
+        if not self._are_images:
+            raise RequestError("only uint8 [n, H, W, 1 or 3] is a grid; run.view(samples) makes such of other values")
+        plain, cells = np.asarray(self), self.cells
+        return image_grid(plain) if cells is None else captioned_grid(plain, cells.across, cells.down)
 
     @property
     def _are_images(self) -> bool:
@@ -94,7 +112,12 @@ class Samples(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
         return f"<samples: {self._title()}; uint8 {[*self.shape]}>"
 
     def _repr_html_(self) -> str | None:
-        return figure(np.asarray(self), self._title()) if self._are_images else None
+        if not self._are_images:
+            return None
+        # The captions of a grid of conditions say what its cells are.
+        return (
+            figure(np.asarray(self), self._title()) if self.cells is None else figure(self.grid()[None], self._title())
+        )
 
 
 def _of_posterior(request: SamplingRequest, guide: Guide | None, image: ImageInput | None) -> SamplingRequest:
@@ -108,6 +131,40 @@ def _of_posterior(request: SamplingRequest, guide: Guide | None, image: ImageInp
     return replace(request, guidance=1.0, precision=precision)
 
 
+class _Sampled(NamedTuple):
+    """The conditions of samples, and what says how many these are."""
+
+    given: Given
+    n: int
+    cells: CellNames | None
+    files: Sequence[str]
+
+
+def _read_conditions(
+    format: ConditionFormat,
+    request: SamplingRequest,
+    given: Mapping[str, object],
+    table: str | PathLike[str] | None,
+) -> _Sampled:
+    """Return the conditions of a request: those of its table, its grid, and `given`. RequestError if two have one."""
+    if table is None and request.cells is None:
+        return _Sampled(format.parse(given), request.n, None, ())
+    if table is None:
+        assert request.cells is not None
+        told, cells = format.crossed(request.cells, given)
+        return _Sampled(told, request.count(cells.cells, "the cells of the grid are"), cells, ())
+    if request.cells is not None:
+        raise RequestError("given_table and grid both give conditions; give one of them")
+    format.parse(given)
+    read = read_given_table(Path(path_text(table, "given_table")), format)
+    if twice := next((name for name in given if name in read.given), ""):
+        raise RequestError(f"given_table and given both have {twice!r}; give it once")
+    if read.unused:
+        warn(f"not used, as this run has no such conditions: {', '.join(read.unused)}")
+    told = format.parse({**given, **read.given})
+    return _Sampled(told, request.count(read.rows, "the rows of the table are"), None, read.files)
+
+
 class PreparedSampling(NamedTuple):
     """A request for samples that was checked, with all that it needs loaded."""
 
@@ -117,6 +174,10 @@ class PreparedSampling(NamedTuple):
     caption: tuple[str, ...]
     """How the images are generated: run, step, weights, sampler, guidance, guide, measurement, seed."""
     measurement: Measurement | None = None
+    cells: CellNames | None = None
+    """Captions of the columns and rows of a grid of conditions."""
+    files: Sequence[str] = ()
+    """Names of the rows of a table of conditions, for those of the files; "" for a row without one."""
 
 
 class Run(LoadedRun):
@@ -136,6 +197,7 @@ class Run(LoadedRun):
         label: Sequence[str | int] | str | int = (),
         prompt: Sequence[str] | str | None = None,
         given: Mapping[str, object] | None = None,
+        given_table: str | PathLike[str] | None = None,
         guide: Guide | None = None,
         image: ImageInput | None = None,
         mask: ImageInput | None = None,
@@ -157,8 +219,9 @@ class Run(LoadedRun):
             label: class names (text) or numbers (integers, from 0) that the images cycle through; () is all classes.
             prompt: captions that the images cycle through, of a run on captions.
             given: conditions by the names of columns, such as {"age": [20, 30]}, in the units of the images' source;
-                a sequence is cycled through. {"class": "cat"} is the same as label="cat". An image is a file, a
-                folder, or an array [H, W], [H, W, C] or [n, H, W, C].
+                a sequence is cycled through, and None hides it. {"class": "cat"} is the same as label="cat". An image
+                is a file, a folder, or an array [H, W], [H, W, C] or [n, H, W, C].
+            given_table: file .csv, .tsv or .jsonl with conditions as columns, a sample for each row; n is its rows.
             guide: a weaker network, given the same class; samples move away from what it generates. "auto" is this
                 run's EMA of an earlier step, and what new runs without classes are guided by unless `image` is given;
                 "none" is none. Without one, guidance moves samples away from what the network generates without a
@@ -177,12 +240,15 @@ class Run(LoadedRun):
             size: of the images, 64 or "96x64" (width x height), which the network must take; 0 is that of the run, or
                 of its bucket with most images.
             settings: seed, to_seed, steps, sampler, grid, levels, guidance, guidance_interval, negative, guide_every,
-                batch, precision, strength, repeats: see `config.requests.sample.SamplingRequest`.
+                batch, precision, strength, repeats: see `config.requests.sample.SamplingRequest`. `guidance` may be
+                a weight for each condition, {"age": 2}. `grid` may be one or two conditions against each other,
+                {"age": "20..80", "stain": "all"}: then the samples are the cells, row by row, all from the same noise.
 
         RequestError if a setting, an image or a mask is not valid, or the guide does not fit or does not exist.
         """
         run, samples = self.at_size(size), list[Pixels]()
         settings |= {"measure": measure, "observed": observed, "noise": noise}
+        settings |= {"given_table": given_table}
         prepared = run.prepare(
             n, label=label, prompt=prompt, given=given, guide=guide, image=image, mask=mask, **settings
         )
@@ -191,7 +257,9 @@ class Run(LoadedRun):
             progress(numbers.stop)
         self.sampled, self.calls = run.sampled, run.calls
         none = run.config.image_format.empty()  # where it was stopped at once
-        return Samples.of(np.concatenate(samples or [none]), ", ".join(run.sampled))
+        made = np.concatenate(samples or [none])
+        whole = prepared.cells is not None and len(made) == prepared.cells.cells
+        return Samples.of(made, ", ".join(run.sampled), prepared.cells if whole else None)
 
     def view(self, samples: NDArray[Any], channels: str = "") -> NDArray[np.uint8]:
         """Return pictures uint8 [n, H, W, 3] of samples [n, H, W, C] of a run that keeps the values of its arrays.
@@ -209,6 +277,7 @@ class Run(LoadedRun):
         label: Sequence[str | int] | str | int = (),
         prompt: Sequence[str] | str | None = None,
         given: Mapping[str, object] | None = None,
+        given_table: str | PathLike[str] | None = None,
         guide: Guide | None = None,
         image: ImageInput | None = None,
         mask: ImageInput | None = None,
@@ -231,10 +300,15 @@ class Run(LoadedRun):
         asked = read_pictures(self.config, asked, request.n)
         unconditional = measurement is not None and asked == {} and self.config.label_dropout > 0
         negative = conditions.read_negative(request.negative)
+        if measurement is not None and (given_table is not None or request.cells is not None):
+            raise RequestError(
+                "measure draws one posterior, so all samples have the same conditions; give them by given"
+            )
+        told = _read_conditions(conditions, request, asked, given_table)
         generation = GenerationSettings(
-            request.n,
-            self.sampler(request.sampler, request.steps, request.grid, request.levels),
-            () if unconditional else conditions.parse(asked),
+            told.n,
+            self.sampler(request.sampler, request.steps, request.noise_grid, request.levels),
+            () if unconditional else told.given,
             request.seed,
             1.0 if request.guidance is None else request.guidance,
             request.batch,
@@ -242,10 +316,11 @@ class Run(LoadedRun):
             precision=request.precision,
             guide_every=request.guide_every,
             negative=negative,
+            shared=1 if told.cells is None else told.n,
             to_seed=request.to_seed,
         ).resolved(self.config, self.device)
-        told = (*generation.given, *([(conditions.text.name, (negative,))] if negative and conditions.text else []))
-        for concern in [*conditions.concerns(told), *self._untold(generation)]:
+        away = ((conditions.text.name, (negative,)),) if negative and conditions.text else ()
+        for concern in [*conditions.concerns((*generation.given, *away)), *self._untold(generation)]:
             warn(concern)
         edit = build_edit(self.config, image, mask, request.strength, request.repeats)
         # Last, as a guide is another network to load.
@@ -255,21 +330,28 @@ class Run(LoadedRun):
         if guidance.scale == 1 and request.guidance_interval is not None:
             remedy = "--guidance 2" if conditions.can_be_dropped and self.config.label_dropout else "a --guide"
             raise RequestError(f"guidance_interval has no effect with guidance = 1; give {remedy}, or omit it")
-        if guidance.scale == 1 and negative:
-            raise RequestError("a negative prompt has no effect with guidance = 1; give --guidance 2, or omit it")
+        if negative:
+            conditions.check_negative(guidance.scale)
+        if request.guidance is not None:
+            conditions.check_guided(request.guidance, generation.given)
         generation = replace(generation, guidance=guidance.scale)
         if self.enlarged > FAR:
             self._check_memory(generation, guidance.guide is not None)
         caption = self._describe(generation, guidance.name)
         if measurement is not None:
             caption = (*caption, f"given {sanitize(measurement.name)}")
-        return PreparedSampling(generation, guidance.guide, edit, caption, measurement)
+        return PreparedSampling(generation, guidance.guide, edit, caption, measurement, told.cells, told.files)
 
     def _untold(self, generation: GenerationSettings) -> list[str]:
-        """Return a line if a condition is not given, and the run never hid any in training."""
-        untold = self.config.conditions.untold(generation.given)
-        if not untold or self.config.condition_dropout or self.config.label_dropout:
+        """Return a line if a condition is not given, and the run never hid any in training.
+
+        RequestError if that is the class, as the network may have no number for "not known".
+        """
+        config, untold = self.config, self.config.conditions.untold(generation.given)
+        if not untold or config.label_dropout or (config.columns and config.condition_dropout):
             return []
+        if CLASS in untold:
+            raise RequestError("the run never hid the class in training; give each sample a class, such as --label")
         return [
             f"the run never hid {', '.join(untold)} in training, and samples without may be poor; give each a value"
         ]
@@ -281,13 +363,14 @@ class Run(LoadedRun):
         from unfog.planning.microbatch import memory_upper_bound
 
         count, half = min(generation.count, generation.batch), DTYPES.get(generation.precision)
-        passes = 1 if guided or generation.guidance == 1 else 2  # with and without conditions, in one call
+        # Outputs with more and with fewer conditions, in one call.
+        estimates = 1 if guided else passes(generation.guidance)
         free = available_memory(self.device)
-        if memory_upper_bound(self.config, passes * count) < free:  # saves the second that a trace takes
+        if memory_upper_bound(self.config, estimates * count) < free:  # saves the second that a trace takes
             return
 
         def needed(images: int) -> int:
-            return sampling_memory(self.config, self.device.type, passes * images, half)
+            return sampling_memory(self.config, self.device.type, estimates * images, half)
 
         if (need := needed(count)) <= free:
             return
@@ -305,7 +388,7 @@ class Run(LoadedRun):
         skip: Callable[[range], bool] = lambda numbers: False,
     ) -> Iterator[tuple[range, Pixels]]:
         """Yield (numbers, images uint8 [n, H, W, C]) of each batch, but for those that `skip` is true of."""
-        generation, guide, edit, _, measurement = prepared
+        generation, guide, edit, _, measurement, *_ = prepared
         self.sampled, self.calls = prepared.caption, 0
 
         def count(calls: int) -> None:
@@ -316,7 +399,7 @@ class Run(LoadedRun):
 
     def digest(self, prepared: PreparedSampling) -> str:
         """Return a digest of all that the images depend on, to the bit."""
-        generation, guide, edit, _, measurement = prepared
+        generation, guide, edit, _, measurement, cells, files = prepared
         # The weights themselves and not the step: an EMA of a width is rebuilt from whatever snapshots there are now.
         of: list[object] = [self.config, generation, weights_digest(self.network)]
         if guide is not None:
@@ -327,6 +410,8 @@ class Run(LoadedRun):
             of.append(measurement.digest)
         if generation.negative:
             of.append(generation.negative)
+        # The cells of a grid begin from the same noise; the files of a table are named after its rows.
+        of += [part for part in (cells, files) if part]
         return hashlib.sha256(repr(of).encode()).hexdigest()
 
     def export(self, out: str | PathLike[str], **settings: Any) -> Path:
@@ -362,7 +447,7 @@ class Run(LoadedRun):
             f"step {self.step:,}",
             self._weights(),
             f"{generation.sampler.kind} {generation.sampler.steps} steps",
-            *([f"guidance {generation.guidance:g}"] if generation.guidance != 1 else []),
+            *([f"guidance {spell_guidance(generation.guidance)}"] if generation.guidance != 1 else []),
             *([f"negative {sanitize(conditions.show_text(negative))}"] if negative else []),
             *([f"guide {guide}"] if guide else []),
             *([f"guide every {generation.guide_every}"] if generation.guide_every != 1 else []),

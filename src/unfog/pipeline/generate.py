@@ -16,7 +16,15 @@ from torch.nn.functional import cosine_similarity
 
 from unfog.config.schema import Config, check_guidance_interval
 from unfog.data.dataset import ImageSet
-from unfog.diffusion.denoiser import Autoguided, Conditional, Denoiser, Guided, Within, inside_interval
+from unfog.diffusion.denoiser import (
+    Autoguided,
+    Conditional,
+    Denoiser,
+    Guided,
+    GuidedInTurn,
+    Within,
+    inside_interval,
+)
 from unfog.diffusion.editing import Edit
 from unfog.diffusion.noise import NoiseSource, Schedule
 from unfog.diffusion.posterior import Observation
@@ -24,20 +32,13 @@ from unfog.diffusion.sampler import TWO_CALLS, Denoise, Observe, Sampler
 from unfog.diffusion.steps import PURE_NOISE, Watch
 from unfog.errors import RequestError
 from unfog.pipeline.latents import ImageMap
-from unfog.reporting.image_grids import (
-    GAP,
-    Pixels,
-    grid,
-    printable_name,
-    with_bar,
-    with_caption,
-    with_column_captions,
-)
+from unfog.reporting.image_grids import Pixels, captioned_grid, grid, with_bar, with_caption
 from unfog.training.precision import DTYPES, default_memory_format, drawing_precision
 from unfog.training.settings import SamplingPrecision
 from unfog.values.colour_map import colour_table
 from unfog.values.columns import CLASS
 from unfog.values.condition_format import ConditionFormat, Given
+from unfog.values.condition_requests import GuidanceScale, passes, spell_guidance
 from unfog.values.conditions import NO_CONDITIONS, Conditions
 from unfog.values.image_format import channel_names, parse_view
 
@@ -50,7 +51,7 @@ class GenerationSettings:
     sampler: Sampler
     given: Given = ()  # conditions that samples cycle through; () without conditions
     seed: int = 0
-    guidance: float = 1.0
+    guidance: GuidanceScale = 1.0
     batch: int = 64  # samples at once
     interval: tuple[float, float] = (0.0, 1.0)
     """Share of noise, sigma / (alpha + sigma), within which there is guidance."""
@@ -59,13 +60,17 @@ class GenerationSettings:
     guide_every: int = 1  # guided calls of the network to a call of the guide, whose difference is kept in between
     negative: tuple[int, ...] = field(default=(), repr=False)
     """Tokens of a text that guidance leads away from; () is none."""
+    shared: int = field(
+        default=1, repr=False
+    )  # samples in a row that begin from the same noise, as the cells of a grid do
     to_seed: int | None = None  # then the samples go from the first one of `seed` to the first one of this seed
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.guidance):
+        scales = [weight for _, weight in self.guidance] if isinstance(self.guidance, tuple) else [self.guidance]
+        if not all(map(math.isfinite, scales)):
             raise RequestError(f"guidance = {self.guidance} must be a finite number; 1 to 3 is usual")
         check_guidance_interval(self.interval)
-        for name in ("count", "batch", "guide_every"):
+        for name in ("count", "batch", "guide_every", "shared"):
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} of samples = {getattr(self, name)} must be at least 1")
 
@@ -83,7 +88,7 @@ class GenerationSettings:
         """Return a function that draws the noise of these samples, float32 [B, C, H, W], anew at each call."""
         if self.to_seed is None:
             # By the number of the sample, so that it depends on neither `count` nor `batch`.
-            return NoiseSource(self.seed, indices, shape, device).draw
+            return NoiseSource(self.seed, [i // self.shared for i in indices], shape, device).draw
         one, other = (NoiseSource(seed, [0], shape) for seed in (self.seed, self.to_seed))
         shares = [i / max(1, self.count - 1) for i in indices]
         return lambda: interpolate_noise(one.draw()[0], other.draw()[0], shares).to(device)
@@ -231,40 +236,64 @@ def conditional_denoiser(
 ) -> Denoise:
     """Return the denoiser with these conditions, and with the guidance of `settings`.
 
-    Guidance extrapolates away from the weaker `guide` with the same conditions, or else from the unconditional output.
-    A negative text takes the place of the text in either.
+    Guidance extrapolates away from the weaker `guide` with the same conditions, or else from outputs with fewer
+    conditions. A negative text takes the place of the text that the guide is given, and of one that is hidden.
     RequestError if that needs conditions, or a network trained without them at times, and there is none.
     """
-    guided: Conditional = denoiser
-    if settings.guidance != 1:
-        negative = None
-        if settings.negative and conditions.tokens is not None:
-            negative = conditions.tokens.new_tensor(settings.negative)
-        if guide is not None:
-            guided = Autoguided(denoiser, guide, settings.guidance, settings.guide_every, negative)
-        elif not conditions.droppable:
+    scale = config.conditions.guidance(settings.guidance)
+    if scale == 1:
+        return lambda x, logsnr: denoiser(x, logsnr, conditions)
+    negative = None
+    if settings.negative and conditions.tokens is not None:
+        negative = conditions.tokens.new_tensor(settings.negative)
+    guided: Conditional
+    if guide is not None:
+        guided = Autoguided(denoiser, guide, one_strength(scale), settings.guide_every, negative)
+    else:
+        if not conditions.droppable:
             raise RequestError(
                 f"guidance = {settings.guidance} needs classes or other conditions, and this run has none; or a weaker "
                 "--guide"
             )
-        elif config.label_dropout == 0:
-            raise RequestError(
-                f"guidance = {settings.guidance} needs a network trained with --label-dropout, such as 0.1"
-            )
+        check_guidance(config, scale)
+        if isinstance(scale, tuple):
+            guided = GuidedInTurn(denoiser, config.conditions.turns(scale), negative)
         else:
-            guided = Guided(denoiser, settings.guidance, negative)
-        if settings.interval != (0.0, 1.0):
-            guided = Within(guided, denoiser, settings.interval)
+            guided = Guided(denoiser, scale, negative)
+    if settings.interval != (0.0, 1.0):
+        guided = Within(guided, denoiser, settings.interval)
     return lambda x, logsnr: guided(x, logsnr, conditions)
+
+
+def one_strength(scale: GuidanceScale) -> float:
+    """Return the scale of guidance by a weaker network. RequestError for weights of conditions."""
+    if isinstance(scale, tuple):
+        raise RequestError(
+            f"guidance = {spell_guidance(scale)} is of conditions, and a guide has one strength; give --guidance 2, or "
+            "omit the guide"
+        )
+    return scale
+
+
+def check_guidance(config: Config, scale: GuidanceScale) -> None:
+    """Raise RequestError if the network never learned to go without the conditions that guidance hides."""
+    most = len(config.conditions.facts)
+    hidden = [len(spans) for _, spans in config.conditions.turns(scale)] if isinstance(scale, tuple) else [most]
+    if config.label_dropout == 0 and most in hidden:
+        raise RequestError(
+            f"guidance = {spell_guidance(scale)} needs a network trained with --label-dropout, such as 0.1"
+        )
+    if config.condition_dropout == 0 and any(0 < count < most for count in hidden):
+        raise RequestError(
+            f"guidance = {spell_guidance(scale)} hides some conditions by themselves, and needs a network trained with "
+            "--condition-dropout, such as 0.1; give one number for all conditions, such as --guidance 2"
+        )
 
 
 def sample_grid(samples: Pixels, names: Sequence[str]) -> Pixels:
     """Return one image of all samples; whole cycles through up to 20 names get a column for each name, captioned."""
-    if not (1 < len(names) <= 20 and len(samples) % len(names) == 0):
-        return grid(samples)
-    body = grid(samples, len(names))
-    cell = (body.shape[1] + GAP) // len(names) - GAP
-    return with_column_captions(body, [printable_name(name, str(i)) for i, name in enumerate(names)], cell)
+    whole = 1 < len(names) <= 20 and len(samples) % len(names) == 0
+    return captioned_grid(samples, names) if whole else grid(samples)
 
 
 def view_grid(config: Config, samples: NDArray[Any], names: Sequence[str]) -> Pixels:
@@ -343,7 +372,7 @@ def sample_calls(drawing: GenerationSettings, schedule: Schedule) -> int:
         return len(levels)
     # In float32, as the sampler gives the levels to the denoiser: some are at the ends of the interval.
     guided = inside_interval(levels.float(), drawing.interval)
-    return len(levels) + math.ceil(sum(guided) / drawing.guide_every)
+    return len(levels) + math.ceil((passes(drawing.guidance) - 1) * sum(guided) / drawing.guide_every)
 
 
 def cost_per_sample(

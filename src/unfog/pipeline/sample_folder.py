@@ -23,6 +23,7 @@ from unfog.text import sanitize
 
 # File in a folder of samples until its grid is written: what the samples are of.
 UNFINISHED = "unfinished.json"
+_LONGEST_TEXT = 2000  # characters of the conditions of all samples in grid.png
 _LONGEST_NEGATIVE = 20  # characters of a negative text in the name of a file
 _LONGEST_NAME = 40  # characters of a class, or of conditions, in the name of a file
 
@@ -40,6 +41,7 @@ class SampleFolder:
         view: returns pictures uint8 [n, H, W, 3] of samples of other values. The samples themselves are written too, to
             000000-NAME.npy, …; None if the samples are pictures.
         values: format of these, in place of .npy.
+        files: name of each sample's file in place of its conditions; "" or () for these.
     """
 
     negative = ""
@@ -55,15 +57,27 @@ class SampleFolder:
         told: str = "Class",
         view: Callable[[Pixels], Pixels] | None = None,
         values: SampleFormat | None = None,
+        files: Sequence[str] = (),
     ):
         self.path, self.digest, self.count = path, digest, count
         self.names, self.settings, self.told = [sanitize(name) for name in names], settings, told
+        self._files = files
         self._view, self._values = view, values or SampleFormat(".npy", _npy)
 
     def file(self, number: int) -> Path:
         """Return the path of a sample."""
+        named = (self._files[number] if self._files else "") or self._name(number)
         away = _in_file_name(f"not {self.negative}", _LONGEST_NEGATIVE) if self.negative else ""
-        return self.path / f"{number:06d}{_in_file_name(self._name(number))}{away}.png"
+        return self.path / f"{number:06d}{_in_file_name(named)}{away}.png"
+
+    @property
+    def text(self) -> dict[str, str]:
+        """Text of a picture of all samples, by title: their conditions, each once, and how they are generated."""
+        told = list(dict.fromkeys(self._name(number) for number in range(min(self.count, len(self.names)))))
+        found = {self.told: ", ".join(filter(None, told))[:_LONGEST_TEXT], "Negative": sanitize(self.negative)}
+        if self.settings:
+            found["Settings"] = sanitize(", ".join(self.settings))
+        return {title: said for title, said in found.items() if said}
 
     def holds(self, numbers: range) -> bool:
         """Return True if all these samples are written. A file is whole or absent."""

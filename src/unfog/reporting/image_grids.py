@@ -109,6 +109,21 @@ def with_column_captions(body: Pixels, captions: Sequence[str], cell: int, gap: 
     return np.concatenate([np.asarray(head), body])
 
 
+def captioned_grid(images: Pixels, across: Sequence[str], down: Sequence[str] = ()) -> Pixels:
+    """Return images uint8 [N, H, W, C], row by row, as one picture with a caption above each column and left of a row.
+
+    As many columns as `across` has captions; `down` is a caption for each row, or () for none.
+    """
+    body = grid(images, len(across))
+    cell = (body.shape[1] + GAP) // len(across) - GAP
+    if down:
+        height = (body.shape[0] + GAP) // len(down) - GAP
+        body = np.concatenate(
+            [_captions([printable_name(name, str(i)) for i, name in enumerate(down)], height, GAP), body], 1
+        )
+    return with_column_captions(body, [printable_name(name, str(i)) for i, name in enumerate(across)], cell)
+
+
 def with_caption(body: Pixels, parts: Sequence[str]) -> Pixels:
     """Return an image, uint8 [H, W, 3], below the parts of its caption, in as many lines as they need."""
     lines = list[str]()

@@ -53,7 +53,7 @@ def figure(images: Pixels, caption: str) -> str:
     """Return HTML with a grid of the first images, uint8 [N, H, W, C], made smaller where they are large."""
     import numpy as np
 
-    from unfog.reporting.image_grids import encode_png, grid
+    from unfog.reporting.image_grids import grid
     from unfog.values.image_format import to_pillow
 
     longest = max(images.shape[1:3])
@@ -62,9 +62,15 @@ def figure(images: Pixels, caption: str) -> str:
         height, width = (max(1, side * _CELL // longest) for side in images.shape[1:3])
         small = [to_pillow(cell).resize((width, height)) for cell in cells]
         cells = np.stack([np.asarray(one).reshape(height, width, -1) for one in small])
-    encoded = base64.b64encode(encode_png(grid(cells))).decode()
     more = f" (the first {_SHOWN} of {len(images):,})" if len(images) > _SHOWN else ""
-    return _figure(f"data:image/png;base64,{encoded}", caption + more)
+    return picture(grid(cells), caption + more)
+
+
+def picture(pixels: Pixels, caption: str) -> str:
+    """Return HTML with a picture, uint8 [H, W, 3], at its own size."""
+    from unfog.reporting.image_grids import encode_png
+
+    return _figure(f"data:image/png;base64,{base64.b64encode(encode_png(pixels)).decode()}", caption)
 
 
 def table(rows: Mapping[str, object], image: Path, root: Path, caption: str) -> str:

@@ -11,6 +11,15 @@ from unfog.errors import RequestError
 from unfog.text import suggest
 from unfog.values.columns import CLASS, Column
 from unfog.values.condition_kinds import KINDS, ColumnFacts, ConditionKind, Span, kind_of
+from unfog.values.condition_requests import (
+    MOST_CELLS,
+    CellNames,
+    ConditionGrid,
+    GuidanceScale,
+    Weights,
+    axis_values,
+    in_turn,
+)
 from unfog.values.image_kinds import IMAGE_KINDS, image_columns
 
 if TYPE_CHECKING:
@@ -30,6 +39,7 @@ AUGMENT_INPUTS = 9
 """Length of `Conditions.augment`."""
 Given: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
 """Conditions of samples: (name of a column, values that the samples cycle through), each column by itself."""
+_MOST_CONCERNS = 3  # lines on values of one column
 _LONGEST_CYCLE = 1000  # names of samples that columns of different lengths have together
 
 
@@ -125,6 +135,37 @@ class ConditionFormat:
             places[one.name] = (kind.field, start, ends[kind.field])
         return places
 
+    def guidance(self, scale: GuidanceScale) -> GuidanceScale:
+        """Return a scale in its usual form: weights other than 1, in the order of `in_turn`; or a number for all.
+
+        RequestError if there is no condition of a name.
+        """
+        if not isinstance(scale, tuple):
+            return scale
+        for name, _ in scale:
+            if name not in self.places:
+                raise RequestError(f"guidance of {name!r:.60}, which {self._unknown(name)}")
+        told = in_turn(scale)
+        if not told:
+            return 1.0
+        if len(told) == 1 and {*told[0][1]} == {*self.places}:
+            return told[0][0]  # all conditions in one turn: the same as one number
+        return tuple((name, weight) for weight, names in told for name in names)
+
+    def turns(self, weights: Weights) -> list[tuple[float, tuple[Span, ...]]]:
+        """Return (weight, places of the conditions that are still hidden) of each estimate of `GuidedInTurn`.
+
+        The first estimate is that with the conditions of weight 1 alone. Conditions of weight 0 are hidden in all.
+        """
+        places, told = self.places, in_turn(weights)
+        hidden = [name for _, names in told for name in names]
+        made = [(1.0, tuple(places[name] for name in hidden))]
+        for weight, names in told:
+            hidden = [name for name in hidden if name not in names]
+            if weight != 0:
+                made.append((weight, tuple(places[name] for name in hidden)))
+        return made
+
     def arguments(self, told: Conditions) -> dict[str, Tensor | None]:
         """Return the conditions of images by name of column, as somebody's own network takes them; without the class.
 
@@ -141,8 +182,14 @@ class ConditionFormat:
     def concerns(self, given: Given) -> list[str]:
         """Return why samples with these conditions may be poor, such as a number that no training image is near to."""
         facts = self._facts_by_name
-        said = (kind_of(facts[name].kind).concern(facts[name], value) for name, values in given for value in values)
-        return list(dict.fromkeys(filter(None, said)))
+        found = list[str]()
+        for name, values in given:
+            said = (kind_of(facts[name].kind).concern(facts[name], value) for value in values)
+            lines = list(dict.fromkeys(filter(None, said)))
+            found += lines[:_MOST_CONCERNS]
+            if more := len(lines[_MOST_CONCERNS:]):
+                found.append(f"{name} is outside of the training images in {more:,} more values")
+        return found
 
     def untold(self, given: Given) -> list[str]:
         """Return the names of the columns that some samples are not told."""
@@ -150,6 +197,17 @@ class ConditionFormat:
         return [
             name for name, values in given if any(not kind_of(facts[name].kind).show(facts[name], v) for v in values)
         ]
+
+    def check_guided(self, scale: GuidanceScale, given: Given) -> None:
+        """Raise RequestError if a weight is of a condition that all samples lack."""
+        for name, weight in scale if isinstance(scale, tuple) else ():
+            facts = self._facts_by_name[name]
+            values = dict(given).get(name, ())
+            if weight != 1 and not any(kind_of(facts.kind).show(facts, value) for value in values):
+                raise RequestError(
+                    f"guidance of {name} = {weight:g} has no effect, as no sample has a value of it; give one: "
+                    f"--given {name}=VALUE, or omit its guidance"
+                )
 
     @property
     def usual(self) -> Given:
@@ -179,26 +237,64 @@ class ConditionFormat:
     def parse(self, given: Mapping[str, object]) -> Given:
         """Return the conditions of samples from requested values by name of column.
 
-        A value may be a sequence, which samples cycle through. Columns without a request, or with (), have the values
-        of `usual`. RequestError for an unknown name or value.
+        A value may be a sequence, which samples cycle through; None and NaN hide it. Columns without a request, or
+        with (), have the values of `usual`. RequestError for an unknown name or value.
         """
         known = self._facts_by_name
         if not isinstance(given, Mapping):
             raise RequestError(f'given = {given!r:.60} must be a dict, such as {{"class": "cat"}}')
         for name in given:
             if name not in known:
-                hint = suggest(name, known) if known else "; this run has no conditions, so omit it"
-                raise RequestError(f"given {name!r} is not a condition of this run{hint}")
+                raise RequestError(f"given {name!r} {self._unknown(name)}")
         usual, found = dict(self.usual), []
         for name, facts in known.items():
             kind, words = kind_of(facts.kind), _words(given.get(name, ()))
-            found.append((name, tuple(kind.parse(facts, word) for word in words) or usual[name]))
+            told = (kind.unknown(facts) if _is_missing(word) else kind.parse(facts, word) for word in words)
+            found.append((name, tuple(told) or usual[name]))
         return tuple(found)
+
+    def crossed(self, grid: ConditionGrid, given: Mapping[str, object]) -> tuple[Given, CellNames]:
+        """Return the conditions of all cells of a grid, row by row, and the captions of its columns and rows.
+
+        Conditions outside of the grid have one value, or are hidden. RequestError for an unknown name or value.
+        """
+        known, told, axes = self._facts_by_name, self.parse(given), dict[str, tuple[Any, ...]]()
+        for name, asked in grid.axes:
+            if name not in known:
+                raise RequestError(f"grid {name!r:.60} {self._unknown(name)}")
+            if name in given:
+                raise RequestError(f"grid and given both have {name!r}; give it once")
+            axes[name] = axis_values(known[name], asked)
+        names = [
+            tuple(f"{name}={kind_of(known[name].kind).show(known[name], value)}" for value in values)
+            for name, values in axes.items()
+        ]
+        first, across = next(iter(axes.items()))
+        if math.prod(map(len, axes.values())) > MOST_CELLS:
+            raise RequestError(f"grid has over {MOST_CELLS:,} cells; give fewer values, such as NAME=LOW..HIGH:5")
+        found = list[tuple[str, tuple[Any, ...]]]()
+        for name, values in told:
+            if name == first:
+                values = across
+            elif name in axes:
+                values = tuple(value for value in axes[name] for _ in across)
+            elif name not in given:
+                values = (kind_of(known[name].kind).unknown(known[name]),)
+            elif len(values) > 1:
+                raise RequestError(f"given {name!r} has {len(values)} values, and cells of a grid share one; give one")
+            found.append((name, values))
+        shared = " ".join(self.names(tuple(one for one in found if one[0] not in axes), 1)[:1])
+        return tuple(found), CellNames(names[0], names[1] if names[1:] else (), (shared,) if shared else ())
+
+    def _unknown(self, name: str) -> str:
+        known = self._facts_by_name
+        hint = suggest(name, known) if known else "; this run has no conditions, so omit it"
+        return f"is not a condition of this run{hint}"
 
     def with_label(self, given: Mapping[str, object] | None, label: object) -> Mapping[str, object]:
         """Return the requested conditions, with the classes of `--label`. None and () request nothing."""
         given = {} if given is None else given
-        words = _words(label)
+        words = [] if label is None else _words(label)
         if not words or not isinstance(given, Mapping):  # `parse` refuses the latter
             return given
         if CLASS in given:
@@ -231,6 +327,17 @@ class ConditionFormat:
             raise RequestError("a negative prompt needs a run that learned captions, by --condition text; omit it")
         tokens: tuple[int, ...] = kind_of(TEXT).parse(self.text, negative)
         return tokens if tokens[0] >= 0 else ()  # of a text without a word nothing is left
+
+    def check_negative(self, scale: GuidanceScale) -> None:
+        """Raise RequestError if guidance of this scale does not lead away from a negative text."""
+        if scale == 1:
+            raise RequestError("a negative prompt has no effect with guidance = 1; give --guidance 2, or omit it")
+        name = self.text.name if self.text else TEXT
+        if isinstance(scale, tuple) and dict(scale).get(name, 1.0) in (0.0, 1.0):
+            raise RequestError(
+                f"a negative prompt needs guidance of {name}, whose weight is {dict(scale).get(name, 1.0):g}; give "
+                f"--guidance {name}=2,…, or omit it"
+            )
 
     def show_text(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens; "" for () and without texts."""
@@ -283,6 +390,10 @@ def facts_of(columns: Iterable[Column]) -> tuple[ColumnFacts, ...]:
     """Return the facts on the columns of the training images but the class. RequestError for an unknown kind."""
     others = sorted((one for one in columns if one.name != CLASS), key=lambda one: one.name)
     return tuple(kind_of(one.kind, one.name).facts(one) for one in others)
+
+
+def _is_missing(word: object) -> bool:
+    return word is None or (isinstance(word, float) and math.isnan(word))
 
 
 def _words(value: object) -> list[object]:

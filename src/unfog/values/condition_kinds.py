@@ -137,6 +137,11 @@ class ConditionKind:
         """Return the values that samples cycle through by default, such as all classes."""
         raise NotImplementedError
 
+    def unknown(self, facts: ColumnFacts) -> Any:
+        """Return the value of an image whose value is not known."""
+        (value,) = self.usual(facts)
+        return value
+
     def listed(self, values: NDArray[Any]) -> tuple[Any, ...]:
         """Return the values [B, …] of images as those of samples: see `parse`."""
         return tuple(values.tolist())
@@ -185,8 +190,11 @@ class ClassKind(ConditionKind):
     def usual(self, facts: ColumnFacts) -> tuple[int, ...]:
         return tuple(range(len(facts.categories)))
 
+    def unknown(self, facts: ColumnFacts) -> int:
+        return -1
+
     def show(self, facts: ColumnFacts, value: int) -> str:
-        return facts.categories[value]
+        return facts.categories[value] if value >= 0 else ""
 
 
 class NumberKind(ConditionKind):

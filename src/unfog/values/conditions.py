@@ -129,6 +129,13 @@ class Conditions(NamedTuple):
             changed[name] = each.masked_fill(which, _NOT_TOLD[name])
         return self._replace(**changed)
 
+    def without(self, spans: Sequence[Span]) -> Conditions:
+        """Return the conditions with those at the places `spans` hidden from all images."""
+        present = next((each for each in self if each is not None), None)
+        if present is None or not spans:
+            return self
+        return self.dropped_each(present.new_ones(len(present), len(spans), dtype=torch.bool), spans)
+
     def taking(self, spans: Iterable[Span], other: Conditions) -> Conditions:
         """Return the conditions with the values at these places taken from other ones, of as many images."""
         changed = dict[str, Tensor]()

@@ -10,6 +10,7 @@ from unfog.config.requests.sample import check_at_least_one, check_one_checkpoin
 from unfog.errors import RequestError
 from unfog.settings import argument, is_auto, setting
 from unfog.training.settings import Evaluate, SamplingPrecision, split_names
+from unfog.values.condition_requests import GuidanceScale
 from unfog.values.image_format import Size
 
 # Metrics of runs with conditions: whether samples have what was asked, and what each condition is worth.
@@ -56,8 +57,9 @@ class EvaluationRequest:
     """Sampling steps. Default: the run's."""
     seed: int = 0
     """Seed of the noise. Another seed gives other samples."""
-    guidance: float | None = None
-    """Guidance scale. Default: the run's; 2 if its own earlier average guides."""
+    guidance: GuidanceScale | None = setting(None, metavar="NUMBER|NAME=NUMBER,…")
+    """Guidance scale, or one for each condition, as for `unfog sample`. Default: the run's; 2 if its own earlier
+    average guides."""
     guide: str | None = setting(None, metavar="auto|none|RUN[:STEP]")
     """Weaker network to guide away from, as for `unfog sample`."""
     guide_every: int = 1

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unfog.config.schema import check_guidance_interval
+from unfog.config.spec_strings import SampleGrid
 from unfog.diffusion.noise import Grid
 from unfog.diffusion.sampler import Kind
 from unfog.errors import RequestError
@@ -15,6 +16,7 @@ from unfog.files.safe_files import LARGEST_TEXT, read_file
 from unfog.settings import argument, setting
 from unfog.text import not_utf8
 from unfog.training.settings import SamplingPrecision
+from unfog.values.condition_requests import ConditionGrid, GuidanceScale
 from unfog.values.image_format import Size, parse_view
 
 _MODEL_FILES = ("config.json", "unet/config.json", "transformer/config.json", "model_index.json")
@@ -35,12 +37,14 @@ class SamplingRequest:
     """Sampling steps. More are slower and more accurate. Default: the run's."""
     sampler: Kind | None = None
     """Sampler. Default: the run's."""
-    grid: Grid | None = None
-    """Grid of noise levels. Default: the run's."""
+    grid: SampleGrid | None = setting(None, metavar="GRID|NAME=VALUES …")
+    """Grid of noise levels: schedule, karras, logsnr or tuned. Default: the run's. Or one or two conditions against
+    each other, such as age=20..80 stain=all, in one picture from the same noise."""
     levels: tuple[float, ...] = ()
     """Noise levels to sample at, instead of --steps and --grid: falling shares of noise, such as 1 0.8 0.5 0.2."""
-    guidance: float | None = None
-    """Classifier-free guidance scale: above 1, images follow their class more closely. Default: the run's."""
+    guidance: GuidanceScale | None = setting(None, metavar="NUMBER|NAME=NUMBER,…")
+    """Classifier-free guidance scale: above 1, images follow their class more closely. Or a scale for each condition,
+    such as age=2,stain=1.5; others have 1. Default: the run's."""
     guidance_interval: tuple[float, float] | None = None
     """Guide only while the share of noise is in this interval, such as 0.2 0.75: 0 is the image, 1 pure noise."""
     negative: str = setting("", metavar="TEXT", see="docs/text.md")
@@ -60,6 +64,25 @@ class SamplingRequest:
         if self.guidance_interval is not None:
             check_guidance_interval(self.guidance_interval)
         check_at_least_one(n=self.n, batch=self.batch, guide_every=self.guide_every)
+        if self.cells is not None and self.to_seed is not None:
+            raise RequestError("grid and to_seed both say how samples differ; give one of them")
+
+    @property
+    def noise_grid(self) -> Grid | None:
+        """The grid of noise levels that was asked for, if any."""
+        return None if isinstance(self.grid, ConditionGrid) else self.grid
+
+    @property
+    def cells(self) -> ConditionGrid | None:
+        """The conditions that are drawn against each other, if any."""
+        return self.grid if isinstance(self.grid, ConditionGrid) else None
+
+    def count(self, known: int | None, what: str) -> int:
+        """Return the number of samples: that of the rows or cells `what`, or n. RequestError if n is another one."""
+        usual = type(self).__dataclass_fields__["n"].default
+        if known is not None and self.n not in (known, usual):
+            raise RequestError(f"n = {self.n}, and {what} {known:,}; omit n")
+        return self.n if known is None else known
 
 
 @dataclass(frozen=True)
@@ -71,6 +94,7 @@ class SampleRequest(SamplingRequest):
       unfog sample runs/photos --image me.png --strength 0.4   variations of me.png
       unfog sample runs/photos --image me.png --mask mask.png  repaint the white part
       unfog sample runs/ct --measure a.py --observed y.npy     solve y = a(x) + noise
+      unfog sample runs/cells --grid age=20..80 stain=all      conditions against each other
 
     Image i of a seed is the same for every -n. RUN may be a folder of diffusers: a UNet2DModel with its scheduler.
     """
@@ -83,6 +107,8 @@ class SampleRequest(SamplingRequest):
     """Classes by name, or by number where no class has that name; images cycle through them. Default: all classes."""
     given: tuple[str, ...] = setting((), metavar="NAME=VALUE …")
     """Conditions by the names of columns, such as age=60, class=cat,dog; images cycle through several values."""
+    given_table: Path | None = setting(None, metavar="TABLE")
+    """A .csv, .tsv or .jsonl file with conditions as columns: an image for each row. Empty cells are not told."""
     prompt: tuple[str, ...] = setting((), metavar="TEXT", see="docs/text.md")
     """Captions to draw, such as "a red heart", of a run on captions; images cycle through several."""
     prompts: Path | None = setting(None, metavar="FILE")

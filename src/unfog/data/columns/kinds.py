@@ -48,7 +48,7 @@ def column_of(name: str, cells: Sequence[Any], names: Sequence[str], kind: str =
 
 
 def cell_value(cell: Any) -> _Cell:
-    """Return a cell as a number, a text or a list; None if it is not known."""
+    """Return a cell of a table, or a value of JSON, as a number, a text or a list; None if it is not known."""
     if isinstance(cell, bool):
         return str(cell).lower()
     if isinstance(cell, int | float | Decimal):

@@ -25,7 +25,7 @@ FILE_COLUMNS = (
     *("image", "image_name", "image_path", "img", "name", "id"),
 )
 # Names of the two columns, in lower case; the first one that a table has counts.
-_LABEL_COLUMNS = ("label", "class", "category", "cls", "class_name", "label_name", "target", "class_id", "label_id")
+LABEL_COLUMNS = ("label", "class", "category", "cls", "class_name", "label_name", "target", "class_id", "label_id")
 _BATCH, _MOST_UNPACKED = 256, 2**30  # rows of a parquet file that are read at once, and bytes of those columns
 _COMPARED, _LONGEST_HINT = 1000, 300  # columns that a name is compared with, and characters of what they are called
 # Of files that hold several images, which a row may name without them.
@@ -92,7 +92,19 @@ def read_cells(
     )[0]
 
 
-_Found = TypeVar("_Found", bound=Mapping[str, Any])
+def read_rows(table: LabelTable) -> list[Mapping[str, Any]]:
+    """Return the rows of a table of any columns; blank lines are left out. RequestError if it is unfit."""
+
+    def choose(header: Sequence[str]) -> Sequence[str]:
+        name, count = Counter(header).most_common(1)[0]
+        if count > 1:
+            raise RequestError(f"{sanitize(table.name)} has {count} columns called {sanitize(name)}; keep one")
+        return header
+
+    return _read(table, choose, list)[0]
+
+
+_Found = TypeVar("_Found", bound=Collection[Any])
 
 
 _Choose = Callable[[Sequence[str]], Sequence[str]]
@@ -259,7 +271,7 @@ def _find_columns(header: Sequence[str], table: LabelTable) -> tuple[str, str]:
     file, label = table.columns
     found = (
         _find_column(header, (file,) if file else FILE_COLUMNS, "file names", table),
-        _find_column(header, (label,) if label else _LABEL_COLUMNS, "labels", table),
+        _find_column(header, (label,) if label else LABEL_COLUMNS, "labels", table),
     )
     if found[0] == found[1]:
         raise RequestError(
@@ -269,7 +281,8 @@ def _find_columns(header: Sequence[str], table: LabelTable) -> tuple[str, str]:
     return found
 
 
-def _column_key(name: str) -> str:
+def column_key(name: str) -> str:
+    """Return the name of a column as names are compared, in small letters."""
     return unicodedata.normalize("NFC", name.strip()).casefold()
 
 
@@ -278,8 +291,8 @@ def _find_column(
 ) -> str:
     said, there = sanitize(table.name), dict[str, list[str]]()
     for name in header:
-        there.setdefault(_column_key(name), []).append(name)
-    columns = next((there[key] for key in map(_column_key, known) if key in there), [])
+        there.setdefault(column_key(name), []).append(name)
+    columns = next((there[key] for key in map(column_key, known) if key in there), [])
     # Of two that differ in case, the one that is named exactly; `known` of the usual names is in small letters.
     if known[0] in table.columns and columns.count(known[0]) == 1:
         columns = [known[0]]

@@ -201,6 +201,8 @@ def read_request(run: Path, settings: Mapping[str, Any], edits: bool, masked: bo
             raise RequestError("this run has no whole checkpoint yet; wait for the first, or press Save now")
     image, mask = Path("image.png") if edits else None, Path("mask.png") if masked else None
     request = update(SampleRequest(run=run, image=image, mask=mask), given, "")
+    if isinstance(request.guidance, tuple):
+        raise RequestError("guidance of a drawing is one number; weights by name are for unfog sample")
     limits = {"n": MOST_IMAGES, "steps": _MOST_STEPS, "repeats": _MOST_REPEATS}
     for name, most in limits.items():
         if (getattr(request, name) or 0) > most:
