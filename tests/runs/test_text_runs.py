@@ -1,4 +1,4 @@
-"""Runs with texts: resumed, split into micro-batches, planned, begun from weights without texts, and not exported."""
+"""Runs with texts: resumed, split into micro-batches, planned, and begun from weights without texts."""
 
 from dataclasses import replace
 
@@ -51,8 +51,6 @@ def test_a_resumed_run_equals_one_that_ran_through(squares, tmp_path, capsys):
     one, other = weights(through), weights(short)
     assert {*one} == {*other}
     assert all(torch.equal(one[name], other[name]) for name in one)
-    with pytest.raises(RequestError, match="no format of an export"):
-        short.export(tmp_path / "export")
     with pytest.raises(RequestError, match=r"text_encoder\.width"):
         unfog.resume(tmp_path / "run", steps=4, text_encoder={"width": 96})
 

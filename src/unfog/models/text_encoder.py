@@ -102,7 +102,7 @@ class TextEncoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Text:
         """Encode token numbers [B, L]; the text has N = L + 1 tokens."""
-        start = tokens.new_full((len(tokens), 1), self.vocabulary)
+        start = tokens.new_full((tokens.shape[0], 1), self.vocabulary)  # not len, which a trace fixes
         whole = torch.cat([start, tokens], dim=1)
         mask = whole >= 0
         place = torch.arange(whole.shape[1], device=tokens.device).clamp_max(self.length)
