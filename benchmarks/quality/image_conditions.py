@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import unfog
 from unfog.data.columns.made import add_made
@@ -41,7 +42,7 @@ def main() -> None:
     asked = parser.parse_args()
     run = unfog.load(asked.run)
     kind = run.config.columns[0].kind
-    images = add_made(prepare(open_source(run.config.source), run.config.data)).held_out
+    images: Any = add_made(prepare(open_source(run.config.source), run.config.data)).held_out
     spread = np.abs(images.pixels.astype(np.int64) - images.pixels.mean(1, keepdims=True)).mean((1, 2, 3))
     rows = np.flatnonzero(spread > GREY)  # grey images have nothing to colour
     rows = rows[np.linspace(0, len(rows) - 1, min(asked.images, len(rows))).astype(np.int64)]
