@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from unfog.errors import RequestError
 from unfog.text import suggest
 from unfog.values.columns import CLASS, Column
-from unfog.values.condition_kinds import KINDS, ColumnFacts, ConditionKind, Span, kind_of
+from unfog.values.condition_kinds import KINDS, ColumnFacts, ConditionKind, Span, TextKind, kind_of
 from unfog.values.condition_requests import (
     MOST_CELLS,
     CellNames,
@@ -338,6 +338,10 @@ class ConditionFormat:
                 f"a negative prompt needs guidance of {name}, whose weight is {dict(scale).get(name, 1.0):g}; give "
                 f"--guidance {name}=2,…, or omit it"
             )
+
+    def rare_words(self, text: str) -> list[str]:
+        """Return the words of a prompt that the training captions have at most once; [] without texts."""
+        return [] if self.text is None else TextKind().rare_words(self.text, text)
 
     def show_text(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens; "" for () and without texts."""
