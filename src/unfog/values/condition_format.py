@@ -60,6 +60,19 @@ def conditions_of(columns: Iterable[Column], turn: NDArray[np.int64] | None = No
 
 
 @dataclass(frozen=True)
+class PretrainedText:
+    """A frozen encoder of texts, as found when the run began."""
+
+    folder: str
+    sha256: str
+    """Digest of its files."""
+    width: int
+    """D of its tokens."""
+    length: int
+    """Tokens of a text, at most."""
+
+
+@dataclass(frozen=True)
 class ConditionFormat:
     """Categories, statistics or size of each condition of `Conditions`; one that is empty is absent."""
 
@@ -75,6 +88,8 @@ class ConditionFormat:
     """Layers of the encoder of texts, if a column holds texts."""
     text_width: int = 0
     """Its width."""
+    text_model: PretrainedText | None = None
+    """A frozen encoder in front of it; None for one that is trained as a whole."""
 
     def __post_init__(self) -> None:
         names = [one.name for one in self.columns]

@@ -43,6 +43,11 @@ _SHOWN = 20  # categories of a column on the model card
 
 def check_conditions_map(config: Config) -> None:
     """Raise RequestError if a run has conditions that no format of an export holds."""
+    if config.conditions.text_model is not None:
+        raise RequestError(
+            "this run reads texts with a pretrained encoder, which no format of an export holds; "
+            "unfog.load(run).network has it, and a run without text_encoder.pretrained can be exported"
+        )
     if names := [sanitize(one.name) for one in config.columns if one.kind not in _KINDS]:
         raise RequestError(
             f"this run has conditions that no format of an export holds ({', '.join(names)}); the weights in "
