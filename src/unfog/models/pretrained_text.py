@@ -57,7 +57,8 @@ def describe_encoder(folder: str) -> PretrainedText:
         raise RequestError(_MISSING)
     path = Path(folder).expanduser().resolve()
     kind, config = _kind_of(path)
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    nested = config.get("text_config")
+    text: dict[str, Any] = nested if isinstance(nested, dict) else config
     width = next((text[name] for name in ("d_model", "hidden_size", "dim") if isinstance(text.get(name), int)), None)
     # transformers leaves out what has its usual value.
     width = {"clip": 512, "siglip": 768}.get(kind.partition("_")[0]) if width is None else width
