@@ -104,11 +104,19 @@ def short_summary(machine: str, rows: Sequence[Row], most: int = 30) -> list[str
 
 
 def ledger_row(date: str, machine: str, command: str, rows: Sequence[Row]) -> str:
-    """Return a row for benchmarks/LEDGER.md: what was measured, less seconds of commands and single kernels."""
+    """Return a row for benchmarks/ledger/gpu.toml: what was measured, less seconds of commands and single kernels."""
     kept = [row for row in rows if row.state == "ok" and row.figures and row.part != "commands"]
     kept = [row for row in kept if not row.name.startswith("kernel ")]
     figures = "; ".join(f"{row.part}, {row.name}: {row.said}" for row in kept)
-    return f"| {date} | {_cell(machine)} | `{command}` | {_cell(figures)}. {_cell(summary(rows))} |"
+    values = {
+        "machine": "GPU",
+        "state": machine,
+        "command": f"`{command}`",
+        "note": f"{figures}. {summary(rows)}",
+    }
+    # Texts of JSON are texts of TOML.
+    lines = (f"{key} = {json.dumps(' '.join(value.split()), ensure_ascii=False)}" for key, value in values.items())
+    return "\n".join([f"[gpu-visit-{date}]", f"date = {date}", *lines])
 
 
 def picture(file: Path, title: str, rows: Sequence[Row]) -> None:

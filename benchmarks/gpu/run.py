@@ -124,7 +124,7 @@ class _Results:
         }
         for name, text in texts.items():
             (given.out / name).write_text(f"{text}\n")
-        (results / "ledger.md").write_text(ledger_row(self.date, self.machine, command, rows) + "\n")
+        (results / "ledger.toml").write_text(ledger_row(self.date, self.machine, command, rows) + "\n")
         names = [given.out / name for name in texts]
         try:
             picture(given.out / "gpu.png", f"{self.machine}, {self.date}", rows)

@@ -14,9 +14,10 @@ import pytest
 
 from package_source import trees
 from unfog.cli.main import main
-from unfog.cli.parse import parse_args
+from unfog.cli.parse import flags_of, parse_args
 from unfog.cli.read_request import REQUESTS, read_request
 from unfog.commands.explain import explain
+from unfog.config.aliases import ADVICE
 from unfog.config.describe import describe
 from unfog.config.presets import PRESETS, autoencoder_recipe, preset
 from unfog.config.requests.evaluate import METRICS
@@ -234,6 +235,35 @@ def test_words_of_other_trainers_are_explained_and_are_flags_that_are_answered(s
     assert WORDS[word] in said("explain", word)
     flag = f"--{word.replace(' ', '-')}"
     assert WORDS[word] in said("train", "fashion", flag, "1", status=2)
+
+
+# Concepts of a tutorial, as a student writes them, and a word of the answer.
+CONCEPTS = {
+    "EMA": "power:width", "GradScaler": "--precision", "warm-up": "5%", "clipping": "training.clip",
+    "gradient accumulation": "--microbatch", "checkpoint": "checkpoint.every", "LR finder": "find-lr",
+    "loss weighting": "diffusion.weighting", "1/SNR": "inverse-snr", "DDIM": "a choice of --sampler",
+    "fewer steps": "--steps 10", "FID": "--metrics", "NaN loss": "doctor RUN", "loss not decreasing": "find-lr",
+    "my samples are blurry": "fix-it", "denoising strip": "--strip", "error by timestep": "loss_by_level",
+    "memory": "unfog plan", "duration": "unfog plan", "scaling with the batch": "square root",
+    "T=1000": "linear:steps=1000", "scaling to [-1, 1]": "automatically", "sample in fp32": "--precision fp32",
+    "wandb": "--log.sinks", "webdataset": "SOURCE", "num_workers": "threads", "multi-GPU": "torchrun",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("concept", CONCEPTS)
+def test_concepts_of_a_tutorial_are_explained(concept):
+    assert CONCEPTS[concept] in " ".join(explain(concept).split())
+
+
+def test_advice_names_commands_flags_and_pages_that_exist():
+    flags = {flag for request in REQUESTS.values() for flag in flags_of(request)}
+    for word, advice in ADVICE.items():
+        assert {*re.findall(r"(?<=unfog )[a-z-]+", advice.text)} <= {*REQUESTS}, word
+        assert {*re.findall(r"--[a-z][\w.-]*\w", advice.text)} - {"--nproc-per-node"} <= flags, word
+        assert all(
+            (REPOSITORY / f"docs/{page}.md").is_file() for page in re.findall("unfog docs ([a-z-]+)", advice.text)
+        )
+        assert {*advice.settings} <= {each.setting for each in describe(Config)}, word
 
 
 @pytest.mark.parametrize("name", ["ddpm", "ddim", "heun", "dpmpp", "dpmpp-sde", "unipc", "adaptive", "edm"])

@@ -13,6 +13,7 @@ import sys
 import tarfile
 import threading
 import time
+import tomllib
 import types
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -115,15 +116,15 @@ def test_rows_become_a_table_a_ledger_row_and_a_picture(bench, tmp_path):
     assert all(line.count("|") == 4 for line in table)
     assert table[4] == "| ranks | FSDP2 | **failed**: it did not work |"
     assert rows.summary(found) == "2 ok, 1 failed (ranks: FSDP2), 1 skipped"
-    ledger = rows.ledger_row("2026-01-01", "H100", "run.sh", found)
-    assert ledger.count("|") == 5
-    assert "steps a, unfog eager: 120 images/s" in ledger
+    ledger = tomllib.loads(rows.ledger_row("2026-01-01", 'a "card"', "run.sh", found))["gpu-visit-2026-01-01"]
+    assert ledger["state"] == 'a "card"'
+    assert "steps a, unfog eager: 120 images/s" in ledger["note"]
     aside = [
         rows.Row("commands", "train", "1 s", figures={"s": 1}),
         rows.Row("profile", "kernel 1", "9%", figures=rate),
     ]
-    assert rows.ledger_row("2026-01-01", "H100", "run.sh", aside).endswith("| . 2 ok |")
-    assert "1 failed (ranks: FSDP2)" in ledger
+    assert rows.ledger_row("2026-01-01", "H100", "run.sh", aside).endswith('note = ". 2 ok"')
+    assert "1 failed (ranks: FSDP2)" in ledger["note"]
     short = rows.short_summary("H100", [*found, *(rows.Row("a", str(i), "bad " * 99, "failed") for i in range(40))])
     assert len(short) <= 30
     assert max(map(len, short)) <= 200
@@ -466,7 +467,7 @@ def check_rehearsal(visit, out, printed, progress):
     with tarfile.open(out / "results.tar.gz") as archive:
         names = {name.removeprefix("results/") for name in archive.getnames()}
         head = archive.extractfile("results/parts/smoke-eager.log").read().decode()
-    assert {"environment.txt", "ledger.md", "table.md", "summary.txt", "gpu.png", "parts/smoke-eager.jsonl"} <= names
+    assert {"environment.txt", "ledger.toml", "table.md", "summary.txt", "gpu.png", "parts/smoke-eager.jsonl"} <= names
     assert f"torch {torch.__version__}" in head
     assert "CUBLAS_WORKSPACE_CONFIG=:4096:8" in head
 

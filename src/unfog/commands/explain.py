@@ -6,11 +6,11 @@ import difflib
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from unfog.config.aliases import USUAL, advice_on, current_name
+from unfog.config.aliases import USUAL, Advice, advice_on, advice_within, current_name
 from unfog.config.describe import Description, describe, field_texts, format_value
 from unfog.config.presets import PRESETS
 from unfog.config.requests.explain import ExplainRequest
@@ -45,30 +45,45 @@ def explain(name: str) -> str:
 
     RequestError if nothing has this name.
     """
-    # As a flag, as in TOML or by an old name: people paste what they have before them.
-    wanted = current_name(re.sub(r"[- ]", "_", name.lstrip("-")))
-    wanted = USUAL.get(wanted, wanted)
-    settings = describe(Config)
     if not name:
         return _list_sections()
-    found = [each for each in settings if wanted in (flag.replace("-", "_") for flag in each.flags)]
-    section = [each for each in settings if each.setting.startswith(f"{wanted}.")]
-    blocks = [_explain_setting(each) for each in found] + [_list(wanted, section)] * bool(section)
-    blocks = blocks or [*_explain_parts(name), *_explain_choices(name)]
-    if not blocks and (advice := advice_on(name)) is not None:
-        lines = [name, "", *textwrap.wrap(advice.text, _WIDTH, initial_indent="  ", subsequent_indent="  "), ""]
-        meant = [each for each in settings if each.setting in advice.settings]
-        blocks = ["\n".join(lines), *map(_explain_setting, meant)]
-    if not blocks:
-        # The last name alone, such as `warmup`, is tried after whole names and parts, as several sections may have it.
-        near = [each for each in settings if each.path[-1] == wanted]
-        blocks = [_explain_setting(each) for each in near]
+    settings = describe(Config)
+    # Settings and kinds are lower case, but for the names of a custom part.
+    blocks = _blocks(name, settings) or _blocks(name.lower(), settings)
+    if not blocks and (advice := advice_within(name)) is not None:
+        blocks = [*_explain_advice(name, advice, settings)]
     if not blocks:
         known = {flag for each in settings for flag in each.flags} | {each.path[0] for each in settings}
         close = difflib.get_close_matches(name.lstrip("-"), known, n=1)
         hint = f"did you mean {close[0]}?" if close else "`unfog explain` lists the sections"
         raise RequestError(f"{quote(name)} is not a setting; {hint}")
     return "\n".join(blocks)
+
+
+def _blocks(name: str, settings: Sequence[Description]) -> list[str]:
+    """Return the explanations of the settings, sections, kinds and words that are called so; [] if there are none."""
+    # As a flag, as in TOML or by an old name: people paste what they have before them.
+    wanted = current_name(re.sub(r"[- ]", "_", name.lstrip("-")))
+    wanted = USUAL.get(wanted, wanted)
+    found = [each for each in settings if wanted in (flag.replace("-", "_") for flag in each.flags)]
+    section = [each for each in settings if each.setting.startswith(f"{wanted}.")]
+    blocks = [_explain_setting(each) for each in found] + [_list(wanted, section)] * bool(section)
+    same = [each.setting for each in settings if each.path[-1] == wanted and each not in found]
+    blocks += ["\n".join(_row("also", ", ".join(same))) + "\n"] * bool(found and same)
+    if not blocks:
+        # Advice comes before the part of a network that is called alike, such as `memory`.
+        parts = [*_explain_parts(name), *_explain_choices(name)]
+        advice = advice_on(name)
+        blocks = [*(_explain_advice(name, advice, [] if parts else settings) if advice is not None else []), *parts]
+    # The last name alone, such as `warmup`, is tried after whole names and parts, as several sections may have it.
+    return blocks or [_explain_setting(each) for each in settings if each.path[-1] == wanted]
+
+
+def _explain_advice(name: str, advice: Advice, settings: Sequence[Description]) -> Iterator[str]:
+    """Yield the sentence of an advice, and the explanations of the settings that are meant."""
+    lines = [name, "", *textwrap.wrap(advice.text, _WIDTH, initial_indent="  ", subsequent_indent="  ")]
+    yield "\n".join([*lines, ""])
+    yield from (_explain_setting(each) for each in settings if each.setting in advice.settings)
 
 
 def _list_sections() -> str:
@@ -81,7 +96,7 @@ def _list_sections() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _list(section: str, settings: list[Description]) -> str:
+def _list(section: str, settings: Sequence[Description]) -> str:
     lines = [f"{section}: {len(settings)} settings", ""]
     for each in settings:
         lines += textwrap.wrap(f"  {each.setting:28}{each.text}", _WIDTH, subsequent_indent=" " * 30)

@@ -7,6 +7,7 @@ equal.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -95,7 +96,8 @@ _TRACKER = Advice("give --log.sinks wandb, tensorboard, mlflow, comet or trackio
 _WORKERS = Advice("images are decoded by as many threads as there are cores; no setting is needed", ("data.cache",))
 _MIN_SNR = Advice("give --weighting min-snr:gamma=5", ("diffusion.weighting",))
 _FID = Advice(
-    "measure a run by unfog evaluate RUN --metrics fid, and while it trains by --evaluate.metrics fid",
+    "measure a run by unfog evaluate RUN --metrics fid,kid, and while it trains by --evaluate.metrics fid,kid; unfog "
+    "docs metrics says how to get the features of the literature",
     ("evaluate.metrics",),
 )
 _EPOCHS = Advice(
@@ -136,6 +138,7 @@ _DURATION = Advice(
     "--images or --steps",
     ("training.budget", "training.images", "training.steps"),
 )
+_LOSS = Advice("give --loss mse, l1 or pseudo-huber:c=0.03", ("diffusion.loss",))
 _INVERSE_SNR = Advice("give --weighting inverse-snr", ("diffusion.weighting",))
 _SHARDS = Advice("give the shards as SOURCE: unfog train 'https://host/set-{000..099}.tar'", ("data.cache",))
 _SEVERAL_GPUS = Advice("give torchrun --nproc-per-node 4 -m unfog train SOURCE; unfog docs distributed says more")
@@ -150,6 +153,41 @@ _OVERFITTING = Advice(
     "the held-out loss shows it, and unfog doctor RUN reports it; give --augment 0.15, or unfog sample RUN --best",
     ("data.augment",),
 )
+_LOSS = Advice(
+    "the loss is the squared error of the target, weighted by noise level; unfog docs objectives compares the choices",
+    ("diffusion.target", "diffusion.weighting"),
+)
+_FLAT_LOSS = Advice(
+    "unfog doctor RUN says whether the loss is stuck or only slow, and why; unfog find-lr SOURCE suggests a rate",
+    ("optimizer.lr",),
+)
+_SAMPLING_PRECISION = Advice(
+    "samples are drawn in the precision that suits the device; unfog sample RUN --precision fp32 draws in fp32"
+)
+_SAMPLERS = Advice(
+    "unfog sample RUN --sampler unipc --steps 10 draws in few steps; ddim takes Euler steps, and ddpm is ancestral",
+    ("sampler.kind", "sampler.steps"),
+)
+_COPIES = Advice(
+    "unfog evaluate RUN searches its samples for copies of training images; on few images, train with --augment 0.15",
+    ("data.augment",),
+)
+_LATENTS = Advice(
+    "unfog train-autoencoder SOURCE learns an autoencoder; unfog train SOURCE --autoencoder RUN trains on its latents",
+    ("autoencoder_folder",),
+)
+_LORA = Advice(
+    "there is no LoRA; unfog train SOURCE --init RUN goes on from the weights of another run", ("init.folder",)
+)
+_PREDICTION = Advice("give --target eps, v, x0, flow or edm", ("diffusion.target",))
+_CAPTIONS = Advice(
+    'unfog train SOURCE --condition text learns captions, and unfog sample RUN --prompt "a red heart" draws by one'
+)
+_FILLING = Advice("unfog sample RUN --image FILE --mask FILE fills in what is white in the mask")
+_EARLY_STOPPING = Advice(
+    "a run keeps the checkpoint of its lowest held-out loss, and unfog sample RUN --best uses it", ("evaluate.best",)
+)
+_ATTENTION = Advice("attention uses the fast kernels of torch by itself; no setting is needed")
 
 ADVICE = {
     **dict.fromkeys(("amp", "use_amp", "autocast", "grad_scaler", "gradscaler", "fp16", "bf16", "half"), _PRECISION),
@@ -168,23 +206,40 @@ ADVICE = {
     **dict.fromkeys(("wandb", "use_wandb", "tensorboard", "mlflow", "report_to", "log_with", "logger"), _TRACKER),
     **dict.fromkeys(("num_workers", "workers", "dataloader_num_workers"), _WORKERS),
     **dict.fromkeys(("min_snr", "min_snr_gamma", "snr_gamma"), _MIN_SNR),
-    **dict.fromkeys(("fid", "calculate_fid", "num_fid_samples"), _FID),
+    **dict.fromkeys(("fid", "kid", "calculate_fid", "num_fid_samples"), _FID),
     **dict.fromkeys(EPOCHS, _EPOCHS),
     **dict.fromkeys(("nan", "inf", "not_finite"), _NAN),
     **dict.fromkeys(("resume", "resume_from", "resume_from_checkpoint"), _RESUME),
     **dict.fromkeys(("cfg", "classifier_free_guidance"), _GUIDANCE),
     **dict.fromkeys(("lr_finder", "lr_find", "find_lr", "learning_rate_finder", "lr_range_test"), _FIND_LR),
-    **dict.fromkeys(("linear_scaling", "scale_lr", "linear_scaling_rule"), _LR_SCALING),
-    **dict.fromkeys(("blurry", "noisy", "grey_images", "bad_samples", "poor_samples"), _POOR),
+    **dict.fromkeys(
+        ("linear_scaling", "scale_lr", "linear_scaling_rule", "scaling_with_the_batch", "batch_and_lr"), _LR_SCALING
+    ),
+    **dict.fromkeys(("loss", "loss_weighting", "loss_type"), _LOSS),
+    **dict.fromkeys(("loss_not_decreasing", "flat_loss", "loss_flat", "not_learning"), _FLAT_LOSS),
+    **dict.fromkeys(("sample_in_fp32", "samples_in_fp32", "sampling_precision"), _SAMPLING_PRECISION),
+    **dict.fromkeys(
+        ("fewer_steps", "few_steps", "euler", "euler_a", "ancestral", "dpm++", "dpmsolver++", "plms", "pndm"), _SAMPLERS
+    ),
+    **dict.fromkeys(("copies", "memorization", "memorisation"), _COPIES),
+    **dict.fromkeys(("vae", "latents", "latent_diffusion"), _LATENTS),
+    **dict.fromkeys(("lora", "dreambooth"), _LORA),
+    **dict.fromkeys(("epsilon", "v_prediction", "predict_noise", "pred_v", "pred_noise", "pred_x0"), _PREDICTION),
+    **dict.fromkeys(("captions", "prompt", "prompts", "text_to_image"), _CAPTIONS),
+    **dict.fromkeys(("inpaint", "inpainting"), _FILLING),
+    **dict.fromkeys(("early_stopping", "save_best"), _EARLY_STOPPING),
+    **dict.fromkeys(("xformers", "flash_attention"), _ATTENTION),
+    **dict.fromkeys(("blurry", "noisy", "grey", "grey_images", "bad_samples", "poor_samples"), _POOR),
     **dict.fromkeys(("error_by_timestep", "loss_by_timestep", "noise_prediction_error"), _BY_LEVEL),
     **dict.fromkeys(("strip", "denoising_strip", "denoising"), _STRIP),
-    **dict.fromkeys(("oom", "out_of_memory", "gpu_memory", "vram"), _MEMORY),
-    **dict.fromkeys(("duration", "how_long", "training_time"), _DURATION),
+    **dict.fromkeys(("oom", "out_of_memory", "memory", "gpu_memory", "vram"), _MEMORY),
+    **dict.fromkeys(("duration", "how_long", "length", "training_time"), _DURATION),
     "1/snr": _INVERSE_SNR,
+    **dict.fromkeys(("loss_type", "huber", "huber_c", "huber_loss", "l1_loss", "mse_loss", "smooth_l1"), _LOSS),
     **dict.fromkeys(("webdataset", "wds", "streaming"), _SHARDS),
     **dict.fromkeys(("ddp", "torchrun", "multi_gpu", "num_gpus", "distributed"), _SEVERAL_GPUS),
     **dict.fromkeys(("shuffle", "pin_memory", "drop_last", "persistent_workers", "prefetch_factor"), _LOADER),
-    **dict.fromkeys(("normalize", "mean", "std"), _SCALING),
+    **dict.fromkeys(("normalize", "normalise", "normalization", "rescale", "scaling", "mean", "std"), _SCALING),
     "overfitting": _OVERFITTING,
     "dropout": _DROPOUT,
 }
@@ -194,6 +249,14 @@ ADVICE = {
 def advice_on(word: str) -> Advice | None:
     """Return the advice on a word as people write it, such as gradient-accumulation-steps; None without one."""
     return ADVICE.get(word.lstrip("-").lower().replace("-", "_").replace(" ", "_"))
+
+
+def advice_within(phrase: str) -> Advice | None:
+    """Return the advice on the longest known words in a phrase, such as "NaN loss" or "T=1000"; None without one."""
+    words = re.findall(r"[a-z0-9/+]+", phrase.lower().replace("_", " "))[:12]
+    parts = [words[i:j] for i in range(len(words)) for j in range(i + 1, len(words) + 1)]
+    parts.sort(key=len, reverse=True)
+    return next((ADVICE[key] for part in parts if (key := "_".join(part)) in ADVICE), None)
 
 
 def usual_arguments(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -178,10 +178,8 @@ class ConditionalNetwork(nn.Module):
         if text is not None:
             vocabulary, length = map(int, text.statistics)
             # Exported code has no such field.
-            self.pretrained = getattr(conditions, "text_model", None) and (
-                tuple(text.categories),
-                conditions.text_model,
-            )
+            if (model := getattr(conditions, "text_model", None)) is not None:
+                self.pretrained = tuple(text.categories), model
             self.text_encoder = self._build_text_encoder(vocabulary, length, conditions.text_layers)
             self.text_embedding = self._build_text_embedding(width)
 
@@ -225,7 +223,7 @@ class ConditionalNetwork(nn.Module):
 
     @property
     def _channels_in(self) -> int:
-        """Channels of what `_with_images` returns."""
+        """Channels of an image together with its mask and the images that are conditions."""
         images = 0 if self.image_input is None else self.image_input.channels
         return self.image_channels + self.mask_channels + images
 

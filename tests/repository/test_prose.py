@@ -1,0 +1,92 @@
+"""Pages for people: sentences of at most 30 words, words without misspellings, and a picture on each how-to page."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="installed without its repository")
+MOST_WORDS = 30
+# Pages that are made from code or rows, and decisions, which record what was thought at the time.
+NOT_FOR_PEOPLE = ("reference", "decisions", "evidence", "code-map.md")
+PAGES = [
+    ROOT / "README.md",
+    *(p for p in sorted((ROOT / "docs").rglob("*.md")) if p.relative_to(ROOT / "docs").parts[0] not in NOT_FOR_PEOPLE),
+]
+# How-to pages without a picture, and why.
+WITHOUT_PICTURE = {
+    "arrays.md": "values of arrays are numbers; the table gives their errors",
+    "conditions.md": "the gallery shows samples by number",
+    "distributed.md": "about processes",
+    "evaluating.md": "prints numbers; measurements.md draws them",
+    "extending/": "about code",
+    "inverse-problems.md": "the table gives the errors",
+    "latent.md": "measured on too little training for a picture that says something",
+    "microscopy-and-medical.md": "reads files; no scan with a licence for this repository is at hand",
+    "python.md": "about code",
+    "text.md": "its own evaluation is not drawn yet",
+    "trackers.md": "the pictures are those of other programs",
+}
+
+
+def units(text: str) -> Iterator[str]:
+    """Yield paragraphs, items of lists, headings and cells of tables, less code."""
+    text = re.sub(r"^ *```.*?^ *```$", "\n\n", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) |\||#|!!! |>)", text):
+        if block.strip().startswith("|"):
+            yield from block.strip().strip("| ").split(" | ")
+        elif not block.lstrip("\n").startswith("    "):
+            yield " ".join(block.split())
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of a page; a piece of code is one word, and so is the address of a link none."""
+    for unit in units(text):
+        unit = re.sub(r"`[^`]*`", "CODE", unit)
+        unit = re.sub(r"!?\[((?:[^\[\]]|\[[^\]]*\])*)\]\([^()\s]+\)", r"\1", unit)
+        unit = re.sub(r"\b(e\.g|i\.e|etc|vs|al)\.", r"\1", unit)
+        yield from re.split(r"(?<=[.!?])[)*\"”]*\s+", unit)
+
+
+def long_sentences(text: str) -> list[str]:
+    """Return the sentences of over 30 words."""
+    return [one for one in sentences(text) if sum(bool(re.search(r"\w", word)) for word in one.split()) > MOST_WORDS]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_sentences_for_people_are_short(page):
+    found = long_sentences(page.read_text("utf-8"))
+    assert not found, f"over {MOST_WORDS} words, divide:\n" + "\n".join(found)
+
+
+def test_long_sentences_are_found_where_they_stand():
+    long = " ".join(["word"] * 31)
+    for text in (f"{long}.\n", f"- {long}\n- a\n", f"| a | {long} |\n", f"a b.\n{long[:80]}\n{long[80:]} (c)."):
+        assert len(long_sentences(text)) == 1, text
+    for text in (f"```\n{long}\n```\n", f"    {long}\n", f"`{long}`", f"[a](b) {long[5:]}".replace(" word", "", 1)):
+        assert long_sentences(text) == [], text
+
+
+def test_words_are_spelled_as_a_list_of_misspellings_asks():
+    files = [str(page) for page in (*PAGES, *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"))]
+    files += [str(path) for path in (ROOT / "src" / "unfog").rglob("*.py")]
+    # Recorded output of a terminal, whose lines are cut.
+    command = [sys.executable, "-m", "codespell_lib", "--skip", str(ROOT / "docs/terminal.md"), *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+
+
+def test_each_how_to_page_has_a_picture_or_a_reason():
+    sections = tomllib.loads((ROOT / "zensical.toml").read_text("utf-8"))["project"]["nav"]
+    listed = next(section["How to"] for section in sections if "How to" in section)
+    flat = [page for each in listed for page in ([each] if isinstance(each, str) else next(iter(each.values())))]
+    without = [page for page in flat if "![" not in (ROOT / "docs" / page).read_text("utf-8")]
+    unexplained = [page for page in without if not page.startswith(tuple(WITHOUT_PICTURE))]
+    assert not unexplained, "show a picture, or give the reason in WITHOUT_PICTURE"
+    assert [known for known in WITHOUT_PICTURE if not any(page.startswith(known) for page in flat)] == []
