@@ -1,4 +1,4 @@
-"""Frozen encoders of texts from a folder of Hugging Face, and what is known of the texts that they have encoded.
+"""Frozen encoders of texts from a folder of Hugging Face, and the texts that they have encoded.
 
 A text is given by its tokens of the run's own `Tokenizer`, and the encoder reads the text that these spell.
 """
@@ -52,7 +52,7 @@ class _Encoder(NamedTuple):
 
 
 def describe_encoder(folder: str) -> PretrainedText:
-    """Return what a run keeps of a folder of Hugging Face. RequestError if it has no encoder of texts that we read."""
+    """Return the facts on a folder of Hugging Face that a run keeps. RequestError if it has no encoder of texts that we read."""
     if find_spec("transformers") is None:
         raise RequestError(_MISSING)
     path = Path(folder).expanduser().resolve()
@@ -278,7 +278,7 @@ class _Table(NamedTuple):
         mask = (column < self.counts[place][:, None]) & (tokens > 0).any(1)[:, None]
         index = (self.starts[place][:, None] + column).clamp(max=len(self.encoded) - 1)
         values = self.encoded[index].float().masked_fill(~mask[..., None], 0.0)
-        # A text that is not here is told from an empty one by NaN, so that it goes nowhere unseen.
+        # NaN marks a text that is not here, which could pass for an empty one otherwise.
         return values.masked_fill((mask[:, :1] & ~found[:, None])[..., None], float("nan")), mask
 
 
