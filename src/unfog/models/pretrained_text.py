@@ -52,7 +52,7 @@ class _Encoder(NamedTuple):
 
 
 def describe_encoder(folder: str) -> PretrainedText:
-    """Return the facts on a folder of Hugging Face that a run keeps. RequestError if it has no encoder of texts that we read."""
+    """Return the facts on a folder of Hugging Face that a run keeps. RequestError if we read none there."""
     if find_spec("transformers") is None:
         raise RequestError(_MISSING)
     path = Path(folder).expanduser().resolve()
