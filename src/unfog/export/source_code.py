@@ -33,7 +33,6 @@ from __future__ import annotations
 # What modules that are copied take from others that are not.
 _OTHERS = {
     "RequestError": "RequestError = ValueError\n",
-    "IMAGE_KINDS": "IMAGE_KINDS = ()  # no export has images as conditions\n",
     "TEXT_HEAD": f"TEXT_HEAD = {TEXT_HEAD}\n",
     "valid_text": f"\n{inspect.getsource(valid_text)}",
 }
