@@ -271,7 +271,7 @@ def test_conditions_of_another_kind_are_refused_in_words(tmp_path, monkeypatch):
         ({"kind": "sound"}, "no kind and size that Unfog writes"),
         ({"kind": "text", "statistics": [10**9, 9]}, "no kind and size that Unfog writes"),
     ],
-    ids=["size", "kind"],
+    ids=["size", "kind", "text"],
 )
 def test_a_description_that_was_edited_builds_nothing(tmp_path, change, message):
     run = with_columns()
