@@ -20,6 +20,10 @@ USUAL_TEXT_LAYERS = 2
 class TextEncoderSettings:
     """The transformer that reads the texts of images, with --condition text. Its weights are part of the network."""
 
+    layers: int = setting(0, auto=0, at_least=0, at_most=24, usual="2")
+    """Layers of attention and MLP; more for long captions whose words depend on each other."""
+    width: int = setting(0, auto=0, at_least=0, at_most=4096, usual="64 to 512")
+    """Channels of a token, a multiple of 32."""
     pretrained: str = setting("", metavar="FOLDER", added_later=True, see="docs/text.md")
     """Local folder of Hugging Face (CLIP, SigLIP, T5, BERT) whose encoder, frozen, reads texts before these layers."""
     sha256: str = setting("", added_later=True, hidden=True)
@@ -28,11 +32,6 @@ class TextEncoderSettings:
     """Width of its tokens, as found."""
     pretrained_length: int = setting(0, at_least=0, at_most=512, added_later=True, hidden=True)
     """Tokens of a text that it reads at most, as found."""
-
-    layers: int = setting(0, auto=0, at_least=0, at_most=24, usual="2")
-    """Layers of attention and MLP; more for long captions whose words depend on each other."""
-    width: int = setting(0, auto=0, at_least=0, at_most=4096, usual="64 to 512")
-    """Channels of a token, a multiple of 32."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
