@@ -63,6 +63,8 @@ HIDDEN = (
     "init.sha256",
     "latents.",
     "autoencoder.",
+    "text_encoder.sha256",
+    "text_encoder.pretrained_",
 )  # no flags, as the program fills them in
 FLAGGED = [leaf for leaf in LEAVES if not leaf[0].startswith(HIDDEN)]
 

@@ -251,12 +251,12 @@ def test_no_name_of_the_code_of_an_export_is_defined_twice(tmp_path):
 def test_conditions_of_another_kind_are_refused_in_words(tmp_path, monkeypatch):
     from unfog.values import condition_kinds
 
-    class Text(condition_kinds.VectorKind):
-        name = "text"
+    class Sound(condition_kinds.VectorKind):
+        name = "sound"
 
-    monkeypatch.setitem(condition_kinds.KINDS, "text", Text())
+    monkeypatch.setitem(condition_kinds.KINDS, "sound", Sound())
     run = with_columns()
-    facts = replace(COLUMNS[3], name="caption", kind="text")
+    facts = replace(COLUMNS[3], name="caption", kind="sound")
     run.config = replace(run.config, columns=(facts,))
     for format in ("safetensors", "denoiser", "onnx", "diffusers"):
         with pytest.raises(RequestError, match=r"no format of an export holds \(caption\)"):
@@ -268,9 +268,10 @@ def test_conditions_of_another_kind_are_refused_in_words(tmp_path, monkeypatch):
     ("change", "message"),
     [
         ({"inputs": 10**12}, "no kind and size that Unfog writes"),
-        ({"kind": "text"}, "no kind and size that Unfog writes"),
+        ({"kind": "sound"}, "no kind and size that Unfog writes"),
+        ({"kind": "text", "statistics": [10**9, 9]}, "no kind and size that Unfog writes"),
     ],
-    ids=["size", "kind"],
+    ids=["size", "kind", "text"],
 )
 def test_a_description_that_was_edited_builds_nothing(tmp_path, change, message):
     run = with_columns()

@@ -1,4 +1,4 @@
-"""Runs with texts: resumed, split into micro-batches, planned, begun from weights without texts, and not exported."""
+"""Runs with texts: resumed, split into micro-batches, planned, and begun from weights without texts."""
 
 from dataclasses import replace
 
@@ -7,13 +7,16 @@ import pytest
 import torch
 
 import unfog
+from random_weights import randomized
 from text_columns import Squares, format_of_texts, tokens_of
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml
 from unfog.data.sources import registry
+from unfog.diffusion.denoiser import Denoiser
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES, TextEncoderSettings
 from unfog.pipeline.build import build_network
+from unfog.pipeline.generate import conditional_denoiser
 from unfog.planning.flops import NetworkCost
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.microbatch import memory_upper_bound
@@ -48,8 +51,6 @@ def test_a_resumed_run_equals_one_that_ran_through(squares, tmp_path, capsys):
     one, other = weights(through), weights(short)
     assert {*one} == {*other}
     assert all(torch.equal(one[name], other[name]) for name in one)
-    with pytest.raises(RequestError, match="no format of an export"):
-        short.export(tmp_path / "export")
     with pytest.raises(RequestError, match=r"text_encoder\.width"):
         unfog.resume(tmp_path / "run", steps=4, text_encoder={"width": 96})
 
@@ -64,6 +65,67 @@ def test_a_text_is_new_and_at_zero_from_weights_without_it(squares, tmp_path, ca
     told = Conditions(tokens=torch.tensor([tokens_of("r b"), tokens_of("")]))
     with torch.no_grad():
         torch.testing.assert_close(run.network(x, level, told), plain.network(x, level), rtol=1e-3, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """A run of a few steps with random weights, so that each text has an effect."""
+    rng = np.random.default_rng(0)
+    captions = ["a red heart", "a dark heart", "a red star", "a dark star"] * 6
+    run = unfog.train(
+        rng.integers(0, 255, (24, 8, 8, 3), np.uint8),
+        conditions={"text": captions, "age": rng.random(24)},
+        labels=[0, 1] * 12,
+        out=tmp_path_factory.mktemp("drawn") / "run",
+        steps=2,
+        condition_dropout=0.1,
+        precision="fp32",
+        **TINY,
+    )
+    run.network.load_state_dict(randomized(run.network).state_dict())
+    return run
+
+
+@pytest.mark.slow
+def test_a_negative_prompt_takes_the_place_of_no_text(drawn):
+    config, (tokens,) = drawn.config, dict(drawn.config.conditions.parse({"text": "dark star"}))["text"]
+    asked = {"n": 2, "prompt": ["a red heart", "star"], "given": {"age": 0.5}, "label": [0, 1]}
+    prepared = drawn.prepare(**asked, guidance=3, negative="Dark star")
+    assert prepared.generation.negative == tokens
+    assert "negative dark star" in prepared.caption
+    assert drawn.digest(prepared) != drawn.digest(drawn.prepare(**asked, guidance=3))
+    denoiser, x, logsnr = Denoiser(drawn.network, config.diffusion), torch.randn(2, 3, 8, 8), torch.zeros(2)
+    with torch.no_grad():
+        told = prepared.generation.conditions(config, range(2), torch.device("cpu"))
+        away = Conditions(*(None if each is None else each.clone() for each in told.dropped()))
+        away = away._replace(tokens=torch.tensor([tokens, tokens]))
+        more, less = denoiser(x, logsnr, told), denoiser(x, logsnr, away)
+        guided = conditional_denoiser(denoiser, config, prepared.generation, told)
+        torch.testing.assert_close(guided(x, logsnr), less + 3 * (more - less))
+        # With a weaker network only its text is another one.
+        less = 0.5 * denoiser(x, logsnr, told._replace(tokens=away.tokens))
+        guided = conditional_denoiser(
+            denoiser, config, prepared.generation, told, lambda *inputs: 0.5 * denoiser(*inputs)
+        )
+        torch.testing.assert_close(guided(x, logsnr), less + 3 * (more - less))
+        # Outside of the interval nothing is guided.
+        outside = replace(prepared.generation, interval=(0.9, 1.0))
+        torch.testing.assert_close(conditional_denoiser(denoiser, config, outside, told)(x, logsnr), more)
+        # With a weight for each condition it is told wherever the text is hidden.
+        weighed = replace(prepared.generation, guidance=(("class", 2.0), ("text", 3.0)))
+        none = told._replace(tokens=away.tokens, label=torch.full((2,), -1))
+        steps = [denoiser(x, logsnr, each) for each in (none, told._replace(tokens=away.tokens), told)]
+        guided = conditional_denoiser(denoiser, config, weighed, told)(x, logsnr)
+        torch.testing.assert_close(guided, steps[0] + 2 * (steps[1] - steps[0]) + 3 * (steps[2] - steps[1]))
+    for none in ("", " "):
+        assert drawn.prepare(**asked, guidance=3, negative=none).generation.negative == ()
+    assert drawn.prepare(**asked, guidance=3, negative_prompt="dark").generation.negative == (
+        *drawn.config.conditions.read_negative("dark"),
+    )
+    refused = [({}, "guidance = 1"), ({"guidance": 3, "negative": 5}, "negative")]
+    for wrong, said in [*refused, ({"guidance": {"age": 2}}, "whose weight is 1"), ({"guidance": {"text": 0}}, "is 0")]:
+        with pytest.raises(RequestError, match=said):
+            drawn.prepare(**asked, **{"guidance": 1, "negative": "dark", **wrong})
 
 
 def test_plans_count_encoder_and_attention():

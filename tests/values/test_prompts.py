@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from unfog.config.requests.sample import SampleRequest
 from unfog.config.schema import Config
@@ -97,3 +98,23 @@ def test_names_of_files_are_short_and_safe(tmp_path, format):
         file = SampleFolder(tmp_path, "", 1, [name]).file(0)
         assert file.parent == tmp_path
         assert len(file.name.encode()) < 200
+
+
+def test_a_negative_prompt_is_in_the_files(tmp_path, format):
+    tokens = format.read_negative(" A dark  STAR")
+    assert tokens == format.parse({"text": "a dark star"})[1][1][0]
+    folder = SampleFolder(tmp_path, "", 1, ["a heart"])
+    folder.negative = format.show_text(tokens)
+    folder.write(range(1), np.zeros((1, 4, 4, 3), np.uint8))
+    (file,) = tmp_path.glob("*.png")
+    assert file.name == "000000-a_heart-not_a_dark_star.png"
+    assert Image.open(file).text["Negative"] == "a dark star"
+    folder.names, folder.negative = ["𠀀" * 99], "𠀀" * 99
+    assert len(folder.file(0).name.encode()) < 250
+    assert format.read_negative("") == format.read_negative(" \n") == format.read_negative("\u200b") == ()
+    for wrong, said in ((3, "one text"), (["a"], "one text"), ("heart " * 99, "longer")):
+        with pytest.raises(RequestError, match=said):
+            format.read_negative(wrong)
+    with pytest.raises(RequestError, match="learned captions"):
+        ConditionFormat(("cat", "dog")).read_negative("dark")
+    assert ConditionFormat(("cat", "dog")).read_negative("") == ()

@@ -108,6 +108,7 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     asked = read_pictures(stored, asked, request.n)
     # Before the weights are read.
     format.parse(asked)
+    format.read_negative(request.negative)
     if request.cells is not None:
         format.crossed(read_grid(stored, request.cells), asked)
     elif request.given_table is not None:
@@ -144,6 +145,7 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
         values = None if measurement or view is None else sample_format(run.config.source, run.config.data.slices)
         names = format.names(prepared.generation.given, count)
         folder = SampleFolder(out, digest, count, names, prepared.caption, told, view, values, prepared.files)
+        folder.negative = format.show_text(prepared.generation.negative)
         for part in parts:
             _draw(part, folder, observe_all(strip, animation))
         if animation is not None and request.animate is not None:

@@ -63,6 +63,7 @@ SAMPLING = {
     **dict.fromkeys(("cfg", "cfg_scale", "guidance_scale"), "guidance"),
     "batch_size": "batch",
     "random_seed": "seed",
+    "negative_prompt": "negative",
     **dict.fromkeys(("class_labels", "classes", "labels"), "label"),
 }
 

@@ -254,7 +254,7 @@ class Config:
         """Format of the conditions that the network receives with an image."""
         mask = self.data.channels if self.data.has_unknown else 0
         augment, text = AUGMENT_INPUTS if self.data.augment else 0, self.text_encoder
-        return ConditionFormat(self.classes, augment, self.columns, mask, text.layers, text.width)
+        return ConditionFormat(self.classes, augment, self.columns, mask, text.layers, text.width, text.model)
 
     @property
     def usual_guidance(self) -> float:

@@ -65,6 +65,8 @@ class Guided:
     denoiser: Conditional
     scale: float
     """1 is the plain conditional denoiser, 0 the unconditional one; above 1 the conditions count for more."""
+    negative: Tensor | None = None
+    """Tokens of a text, int64 [L], that D_u is given; None hides the text too."""
 
     def __call__(self, x_t: Tensor, logsnr: Tensor, conditions: Conditions) -> Tensor:
         """Return guided E[x0 | x_t, conditions]: [B, C, H, W] at noise level [B].
@@ -72,7 +74,7 @@ class Guided:
         A learned variance, in further channels, is that of the conditional denoiser, as in GLIDE and DiT, or at scale 0
         that of the unconditional one.
         """
-        told = conditions.cat(conditions.dropped())
+        told = conditions.cat(conditions.dropped().with_text(self.negative))
         # One call of twice the batch rather than two: a small batch leaves a GPU idle.
         both = self.denoiser(torch.cat([x_t, x_t]), torch.cat([logsnr, logsnr]), told)
         conditional, unconditional = both.chunk(2)
@@ -100,6 +102,8 @@ class GuidedInTurn:
     denoiser: Conditional
     turns: Sequence[tuple[float, Sequence[Span]]]
     """(w_k, places of the conditions hidden from D_k) of each estimate, D_0 first, whose weight is 1."""
+    negative: Tensor | None = None
+    """Tokens of a text, int64 [L], that an estimate is given where the text is hidden from it; None gives none."""
 
     def __call__(self, x_t: Tensor, logsnr: Tensor, conditions: Conditions) -> Tensor:
         """Return guided E[x0 | x_t, conditions]: [B, C, H, W] at noise level [B].
@@ -107,13 +111,17 @@ class GuidedInTurn:
         A learned variance, in further channels, is that of the last estimate, as in `Guided`.
         """
         count, channels = len(self.turns), x_t.shape[1]
-        told = reduce(Conditions.cat, [conditions.without(hidden) for _, hidden in reversed(self.turns)])
+        told = reduce(Conditions.cat, [self._without(conditions, hidden) for _, hidden in reversed(self.turns)])
         answers = self.denoiser(torch.cat([x_t] * count), torch.cat([logsnr] * count), told)
         first, *others = reversed(answers.chunk(count))
         led, less = first, first
         for (weight, _), more in zip(self.turns[1:], others, strict=True):
             led, less = led + weight * (more - less), more
         return torch.cat([led[:, :channels], less[:, channels:]], 1) if led.shape[1] > channels else led
+
+    def _without(self, conditions: Conditions, hidden: Sequence[Span]) -> Conditions:
+        negative = self.negative if any(field == "tokens" for field, *_ in hidden) else None
+        return conditions.without(hidden).with_text(negative)
 
 
 @dataclass(frozen=True)
@@ -129,6 +137,8 @@ class Autoguided:
     """1 is the plain denoiser; above 1 the difference of the two is exaggerated."""
     every: int = 1
     """Call the weaker network at every so many calls, and keep the difference in between; then for one batch alone."""
+    negative: Tensor | None = None
+    """Tokens of a text, int64 [L], that D_w is given in place of that of the conditions; None gives it the same."""
     _kept: list[_Kept] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __call__(self, x_t: Tensor, logsnr: Tensor, conditions: Conditions) -> Tensor:
@@ -141,6 +151,8 @@ class Autoguided:
         return torch.cat([led, answer[:, channels:]], 1) if answer.shape[1] > channels else led
 
     def _weaker_guess(self, guess: Tensor, x_t: Tensor, logsnr: Tensor, conditions: Conditions) -> Tensor:
+        if self.negative is not None:
+            conditions = conditions.with_text(self.negative)
         if self.every == 1:
             return self.weaker(x_t, logsnr, conditions)
         kept = self._kept.pop() if self._kept else None

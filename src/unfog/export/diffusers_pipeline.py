@@ -28,7 +28,7 @@ class UnfogPipeline(DiffusionPipeline):
     @torch.no_grad()
     def __call__(
         self,
-        batch_size=1,
+        batch_size=None,
         class_labels=None,
         generator=None,
         latents=None,
@@ -37,11 +37,14 @@ class UnfogPipeline(DiffusionPipeline):
         output_type="pil",
         return_dict=True,
         given=None,
+        prompt=None,
+        negative_prompt=None,
         **conditions,
     ):
-        """Generate images, such as `pipe(batch_size=4, age=60, stain="HE")`.
+        """Generate images, such as `pipe(batch_size=4, age=60, stain="HE")` or `pipe("a red heart")`.
 
         Args:
+            batch_size: number of images; None is one for each prompt. A text, or a list of texts, is the prompt.
             class_labels: numbers of classes, of which `config.objective["classes"]` has the names; None: all in turn.
             generator: a torch.Generator, or one for each image.
             latents: the noise to start from, standard normal, instead of drawing it.
@@ -50,13 +53,25 @@ class UnfogPipeline(DiffusionPipeline):
             output_type: "pil", "np" (float [B, H, W, C] from 0 to 1) or "pt" ([B, C, H, W]).
             given: values of conditions by name, of which `config.objective["conditions"]` has kinds, categories and
                 statistics. Images cycle through a list. None and an omitted condition leave it open.
+            prompt: captions of a model that learned such; images cycle through a list.
+            negative_prompt: a caption that guidance leads away from.
             conditions: the same as arguments of their own.
         """
         objective, device = self.config.objective, self._execution_device
+        if batch_size is not None and not hasattr(batch_size, "__index__"):
+            if prompt is not None:
+                raise ValueError("the first argument is a prompt, and prompt another one; give one of them")
+            batch_size, prompt = None, batch_size
+        if batch_size is None:
+            batch_size = len(prompt) if isinstance(prompt, list | tuple) else 1
+        given = {**(given or {}), **self._prompted(prompt, {**(given or {}), **conditions})}
+        away = self._negative(negative_prompt, batch_size)
         channels, size = self.unet.config.in_channels, self.unet.config.sample_size
         height, width = (size, size) if isinstance(size, int) else size
         labels, columns = self._labels(class_labels, batch_size, device), self._columns(given, conditions, batch_size)
         guidance = objective["guidance"] if guidance_scale is None else guidance_scale
+        if away and guidance == 1:
+            raise ValueError("negative_prompt has no effect with guidance_scale = 1; give guidance_scale=2")
         if latents is None:
             latents = randn_tensor((batch_size, channels, height, width), generator, device, self.unet.dtype)
         self._set_timesteps(num_inference_steps or objective["steps"], device)
@@ -64,7 +79,7 @@ class UnfogPipeline(DiffusionPipeline):
         for index, timestep in enumerate(self.progress_bar(self.scheduler.timesteps)):
             alpha, sigma, c_noise = self._level(index, timestep)
             x = sigma * latents.to(device) if x is None else x
-            x0 = self._guided(x, (alpha, sigma, c_noise), (labels, columns), guidance)
+            x0 = self._guided(x, (alpha, sigma, c_noise), (labels, columns), guidance, away)
             noise = {"generator": generator} if objective["random"] else {}
             x = self.scheduler.step(x0, timestep, x, **noise).prev_sample
         images = (self._decoded(x) / 2 + 0.5).clamp(0, 1)
@@ -126,13 +141,31 @@ class UnfogPipeline(DiffusionPipeline):
                 c_noise = noisiness / 4
         return alpha, sigma, c_noise * condition["scale"]
 
-    def _guided(self, x, level, told, guidance):
-        """Return the clean image, moved away from the estimate without conditions."""
+    def _prompted(self, prompt, given):
+        """Return a prompt by the name of its condition; {} for None."""
+        conditions = sorted(self.config.objective["conditions"], key=lambda one: one["kind"] != "text")
+        names = [one["name"] for one in conditions if one["kind"] == "text" or one["name"] == "prompt"]
+        if prompt is None:
+            return {}
+        if not names:
+            raise ValueError(f"prompt = {str(prompt)[:60]!r}, and this model learned no captions; leave it out")
+        if names[0] in given:
+            raise ValueError(f"prompt and {names[0]} are the same; leave one of them out")
+        return {names[0]: prompt}
+
+    def _negative(self, negative_prompt, batch_size):
+        """Return a tensor for each condition besides the class, with this text alone; None for None."""
+        if negative_prompt is None:
+            return None
+        return self._columns(self._prompted(negative_prompt, {}), {}, batch_size)
+
+    def _guided(self, x, level, told, guidance, away=None):
+        """Return the clean image, moved away from the estimate without conditions, or with those of `away` alone."""
         objective, (alpha, sigma, _), (labels, columns) = self.config.objective, level, told
         x0, (low, high) = self._clean(x, *level, *told), objective["guidance_interval"]
         if guidance != 1 and (labels is not None or columns) and low <= sigma / (alpha + sigma) <= high:
             hidden = None if labels is None else torch.full_like(labels, objective["null_label"])
-            unknown = [torch.full_like(one, math.nan if one.is_floating_point() else -1) for one in columns]
+            unknown = away or [torch.full_like(one, math.nan if one.is_floating_point() else -1) for one in columns]
             weaker = self._clean(x, *level, hidden, unknown)
             x0 = weaker + guidance * (x0 - weaker)
         return x0.clamp(-1, 1) if objective["clip"] else x0

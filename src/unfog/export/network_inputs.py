@@ -15,8 +15,9 @@ class NamedInputs(nn.Module):
 
     The conditions are the label, int64 [B], if there are classes, and then the columns in order: a number float32 [B],
     a category int64 [B], several categories float32 [B, K] with 1 for each that is present and 0 elsewhere, a vector
-    float32 [B, D]. Numbers are in the units of their source. NaN, or -1 for a category, stands for a value that is not
-    known. y is NaN where `known`, bool [C, H, W], is False.
+    float32 [B, D], a text its tokens int64 [B, L] with -1 after its end. Numbers are in the units of their source. NaN,
+    or -1 for a category and in all tokens, stands for a value that is not known. y is NaN where `known`,
+    bool [C, H, W], is False.
 
     Args:
         network: called with `Conditions`.
@@ -40,7 +41,7 @@ class NamedInputs(nn.Module):
         if not self.kinds and self.known is None:
             y: Tensor = self.network(x, c_noise, label)
             return y
-        of: dict[str, list[Tensor]] = {kind: [] for kind in ("number", "category", "several", "vector")}
+        of: dict[str, list[Tensor]] = {kind: [] for kind in ("number", "category", "several", "vector", "text")}
         for kind, column in zip(self.kinds, columns):
             of[kind].append(column)
         told = Conditions(
@@ -50,6 +51,7 @@ class NamedInputs(nn.Module):
             categories=torch.stack(of["category"], 1) if of["category"] else None,
             several=torch.cat(of["several"], 1) if of["several"] else None,
             vectors=torch.cat(of["vector"], 1) if of["vector"] else None,
+            tokens=of["text"][0] if of["text"] else None,
         )
         y = self.network(x, c_noise, told)
         return y if self.known is None else y.where(self.known, float("nan"))

@@ -15,16 +15,20 @@ def load(folder):
     return model, {path.stem: onnxruntime.InferenceSession(str(path)) for path in Path(folder).glob("*.onnx")}
 
 
-def sample(model, sessions, noise, label=None, columns=()):  # label: int64 [B]; columns: by given.py
+def sample(model, sessions, noise, label=None, columns=(), negative=()):  # label: int64 [B]; columns: by given.py
     kind, guidance, (low, high) = model["sampler"]["kind"], model["guidance"], model["guidance_interval"]
     assert kind in ("ddim", "dpmpp", "heun"), f"this loop has no {kind}; export with --sampler dpmpp"
 
-    told = {} if label is None else {"label": label}
-    for one, values in zip(model["conditions"], columns):
-        told[one["input"]] = np.array(values, np.int64 if one["kind"] == "category" else np.float32)
+    def named(columns):
+        ints = [one["kind"] in ("category", "text") for one in model["conditions"]]
+        arrays = [np.array(one, np.int64 if i else np.float32) for one, i in zip(columns, ints)]
+        return dict(zip((one["input"] for one in model["conditions"]), arrays))
+
+    told = named(columns) | ({} if label is None else {"label": label})
     hidden = {name: np.full_like(one, -1 if one.dtype == np.int64 else np.nan) for name, one in told.items()}
     if label is not None:
         hidden["label"] = np.full_like(label, model["null_label"])
+    hidden |= named(negative)  # columns too, to lead away from
 
     def predict(x, level, conditions):
         inputs = {"x": level["c_in"] * x, "c_noise": np.full(len(x), level["c_noise"], np.float32)}

@@ -20,7 +20,7 @@ def load(folder):
 
 
 @torch.inference_mode()
-def sample(model, network, noise, label=None, columns=()):  # label: int64 [B]; columns: by given.py
+def sample(model, network, noise, label=None, columns=(), negative=()):  # label: int64 [B]; columns: by given.py
     def predict(conditions):
         y = network(now["c_in"] * x, torch.full((len(x),), now["c_noise"]), *conditions)[:, : x.shape[1]]
         return now["c_skip"] * x + now["c_out"] * y
@@ -29,6 +29,7 @@ def sample(model, network, noise, label=None, columns=()):  # label: int64 [B]; 
     hidden = [torch.full_like(one, math.nan if one.is_floating_point() else -1) for one in told]
     if label is not None:
         hidden[0].fill_(model["null_label"])
+    hidden[len(hidden) - len(negative) :] = map(torch.tensor, negative)  # columns too, to lead away from
 
     levels, x, before = model["levels"], model["levels"][0]["sigma"] * noise, None
     guidance, (low, high) = model["guidance"], model["guidance_interval"]

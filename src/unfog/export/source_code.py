@@ -15,19 +15,27 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from unfog.text import valid_text
+from unfog.values.condition_format import TEXT_HEAD
 from unfog.values.condition_kinds import MOST_CATEGORIES
 from unfog.values.image_format import ImageFormat
+from unfog.values.tokenizer import MOST_TOKENS
 
 _HEAD = '''"""{title}
 
-Plain torch, written by Unfog: this file needs no package but {packages}.{about}
+Plain {language}, written by Unfog: this file needs no package{packages}.{about}
 """
 
 from __future__ import annotations
 
 {imports}
 '''
-_ERROR = "\n\nRequestError = ValueError\n"
+# What modules that are copied take from others that are not.
+_OTHERS = {
+    "RequestError": "RequestError = ValueError\n",
+    "TEXT_HEAD": f"TEXT_HEAD = {TEXT_HEAD}\n",
+    "valid_text": f"\n{inspect.getsource(valid_text)}",
+}
 # torch's own norm gives the same numbers; that of `models.group_norm` is for the speed of training on CUDA.
 _GROUP_NORM = '''
 
@@ -46,8 +54,11 @@ _CODE_FILES = {
     "onnx": {"sample.py": "unfog.export.sample_onnx", "values.py": "unfog.export.values_numpy"},
 }
 # Methods of `unfog.values.conditions` that no network calls.
-_METHODS = ("droppable", "apply", "rows", "to", "copy_", "cat", "dropped", "dropped_each")
-_OF_TRAINING = (*(f"Conditions.{name}" for name in _METHODS), "DiffusersAutoencoder")
+_METHODS = ("droppable", "apply", "rows", "to", "copy_", "cat", "dropped", "dropped_each", "without", "with_text")
+OF_TRAINING = (*(f"Conditions.{name}" for name in _METHODS), "DiffusersAutoencoder", "ImageInput")
+OF_TRAINING += ("learn_merges", "_Learner", "tokenizer_of")
+# Modules that read captions, each after those that it uses.
+GIVEN_TEXT = ("unfog.values.tokenizer", "unfog.export.given_values", "unfog.export.given_text")
 _BUILD = '''
 
 def build(model):
@@ -60,7 +71,7 @@ def build(model):
     classes, mask = model["classes"], model["mask"]
     columns = [SimpleNamespace(**one) for one in model["conditions"]]{checked}
     conditions = SimpleNamespace(
-        classes=classes, augment_inputs=0, columns=columns, mask_channels=mask * model["input"][0]
+        classes=classes, augment_inputs=0, columns=columns, mask_channels=mask * model["input"][0]{text}
     )
     settings = SimpleNamespace(**model["network"]["settings"])
     network = {name}(settings, model["input"][0], conditions, model["out_channels"])
@@ -68,9 +79,12 @@ def build(model):
     return network
 '''
 _CHECKED = """
-    kinds = "number", "category", "several", "vector"
-    if not all(one.kind in kinds and 0 < one.inputs <= {most} for one in columns):  # it may be a stranger's
+    sizes = {{one.name: max(one.statistics) if one.kind == "text" else one.inputs for one in columns}}
+    kinds = "number", "category", "several", "vector", "text"
+    if not all(one.kind in kinds and 0 < sizes[one.name] <= {most} for one in columns):  # it may be a stranger's
         raise ValueError("a condition of the description has no kind and size that Unfog writes; was it edited?")"""
+_TEXT = """,
+        text_layers=model["text"]["layers"], text_width=model["text"]["width"]"""
 _WRAPPED = """
     known = torch.ones(model["input"], dtype=torch.bool) if mask else None  # their values are among the weights
     network = NamedInputs(network, bool(classes), [one.kind for one in columns], known)"""
@@ -140,7 +154,9 @@ _DECODE = {
 }
 
 
-def network_source(what: str, model: str, named_inputs: bool, modules: Iterable[str] = ()) -> str:
+def network_source(
+    what: str, model: str, named_inputs: bool, modules: Iterable[str] = (), has_text: bool = False
+) -> str:
     """Return the code of a network, of further modules, and `build`, as one file of plain torch.
 
     Args:
@@ -148,20 +164,22 @@ def network_source(what: str, model: str, named_inputs: bool, modules: Iterable[
         model: MODULE:CLASS of the network.
         named_inputs: the network has columns or a mask, and becomes a `NamedInputs`.
         modules: full names.
+        has_text: the network has an encoder of captions.
     """
     module, _, name = model.partition(":")
     layers = ["unfog.models.condition_layers", "unfog.models.layers"] if named_inputs else ["unfog.models.layers"]
     inputs = ["unfog.export.network_inputs"] if named_inputs else []
-    names = dict.fromkeys(["unfog.values.conditions", *layers, module, *inputs, *modules])
+    text = ["unfog.models.text_encoder"] if has_text else []
+    names = dict.fromkeys(["unfog.values.conditions", *text, *layers, module, *inputs, *modules])
     title, about = f"The {what} of an Unfog run: {name}.", " `build` makes the network."
-    source = plain_source(title, names, _OF_TRAINING, about)
+    source = plain_source(title, names, OF_TRAINING, about)
     call, columns = "(x [B, C, H, W], c_noise [B], label) -> y", ""
     if named_inputs:
         call = "(x [B, C, H, W], c_noise [B], label, *columns) -> y"
         columns = " Without classes there is no label at all. See `NamedInputs`."
-    checked = _CHECKED.format(most=MOST_CATEGORIES + 1) if named_inputs else ""
-    wrapped = _WRAPPED if named_inputs else ""
-    return source + _BUILD.format(name=name, call=call, columns=columns, checked=checked, wrapped=wrapped)
+    checked = _CHECKED.format(most=MOST_TOKENS if has_text else MOST_CATEGORIES + 1) if named_inputs else ""
+    parts = {"checked": checked, "wrapped": _WRAPPED if named_inputs else "", "text": _TEXT if has_text else ""}
+    return source + _BUILD.format(name=name, call=call, columns=columns, **parts)
 
 
 def plain_source(title: str, names: Iterable[str], left_out: Iterable[str] = (), about: str = "") -> str:
@@ -178,10 +196,13 @@ def plain_source(title: str, names: Iterable[str], left_out: Iterable[str] = (),
     code = "".join(bodies)
     used = filter(None, (_used_names(line, code) for line in imports))
     others = {"safe_open": "safetensors", "DiffusionPipeline": "diffusers"}
-    packages = " and ".join(["torch", *(package for word, package in others.items() if word in code)])
+    torch = ["torch"] if re.search(r"\btorch\b", code) else []
+    packages = " and ".join([*torch, *(package for word, package in others.items() if word in code)])
     imported = "\n".join(sorted(used, key=lambda line: (line.startswith("f"), line)))
-    head = _HEAD.format(title=title, packages=packages, about=about, imports=imported)
-    head += _ERROR * ("RequestError" in code)
+    of = {"language": "torch" if torch else "Python", "packages": f" but {packages}" if packages else ""}
+    head = _HEAD.format(title=title, about=about, imports=imported, **of)
+    given = [text for name, text in _OTHERS.items() if re.search(rf"\b{name}\b", code)]
+    head += "".join(["\n\n", *given]) if given else ""
     return head + (_GROUP_NORM if re.search(r"(?<![\w.])GroupNorm\(", code) else "") + code
 
 
@@ -281,8 +302,12 @@ def _block(code: str) -> str:
     return f"```python\n{code}```"
 
 
-def code_files(kind: str, columns: bool) -> dict[str, bytes]:
-    """Return the code of an export that is the same for all runs, or all with columns, by the names of its files."""
+def code_files(kind: str, columns: bool, has_text: bool = False) -> dict[str, bytes]:
+    """Return the code of an export that is the same for all runs, or all with columns or captions, by file name."""
     files = _CODE_FILES.get(kind, {})
     given = {"given.py": "unfog.export.given_values"} if files and columns else {}
-    return {name: package_file(module) for name, module in {**files, **given}.items()}
+    written = {name: package_file(module) for name, module in {**files, **given}.items()}
+    if given and has_text:
+        title = "Conditions of an Unfog run: from what people ask for to inputs of the network, with its tokenizer."
+        written["given.py"] = plain_source(title, GIVEN_TEXT, OF_TRAINING).encode()
+    return written

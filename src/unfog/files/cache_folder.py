@@ -72,6 +72,7 @@ _KINDS = (
     _Kind("table", rf"table-{_KEY}\.jsonl", evictable=False),
     _Kind("sides of images", rf"sides-{_KEY}\.i32"),
     _Kind("features", rf"features/{_KEY}", r"([0-9]{8}|statistics)\.safetensors"),
+    _Kind("encoded captions", rf"texts-{_KEY}\.safetensors"),
     _Kind("judges of conditions", rf"judge-{_KEY}\.safetensors"),
     _Kind("read from remote shards", "members", rf"{_KEY}-[0-9]{{6}}\.members"),
     _Kind("drawings of the page", rf"drawings-{_KEY}", r"[0-9]{8}\.drawing"),

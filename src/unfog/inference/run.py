@@ -241,7 +241,7 @@ class Run(LoadedRun):
                 sampling ends, and the images of the batches that were finished are returned.
             size: of the images, 64 or "96x64" (width x height), which the network must take; 0 is that of the run, or
                 of its bucket with most images.
-            settings: seed, to_seed, steps, sampler, grid, levels, guidance, guidance_interval, guide_every,
+            settings: seed, to_seed, steps, sampler, grid, levels, guidance, guidance_interval, negative, guide_every,
                 batch, precision, strength, repeats: see `config.requests.sample.SamplingRequest`. `guidance` may be
                 a weight for each condition, {"age": 2}. `grid` may be one or two conditions against each other,
                 {"age": "20..80", "stain": "all"}: then the samples are the cells, row by row, all from the same noise.
@@ -301,6 +301,7 @@ class Run(LoadedRun):
         asked = conditions.with_prompts(conditions.with_label(given, label), prompt)
         asked = read_pictures(self.config, asked, request.n)
         unconditional = measurement is not None and asked == {} and self.config.label_dropout > 0
+        negative = conditions.read_negative(request.negative)
         if measurement is not None and (given_table is not None or request.cells is not None):
             raise RequestError(
                 "measure draws one posterior, so all samples have the same conditions; give them by given"
@@ -316,10 +317,12 @@ class Run(LoadedRun):
             request.guidance_interval or self.config.guidance_interval,
             precision=request.precision,
             guide_every=request.guide_every,
+            negative=negative,
             shared=1 if told.cells is None else told.n,
             to_seed=request.to_seed,
         ).resolved(self.config, self.device)
-        for concern in [*conditions.concerns(generation.given), *self._untold(generation)]:
+        away = ((conditions.text.name, (negative,)),) if negative and conditions.text else ()
+        for concern in [*conditions.concerns((*generation.given, *away)), *self._untold(generation)]:
             warn(concern)
         edit = build_edit(self.config, image, mask, request.strength, request.repeats)
         # Last, as a guide is another network to load.
@@ -329,6 +332,8 @@ class Run(LoadedRun):
         if guidance.scale == 1 and request.guidance_interval is not None:
             remedy = "--guidance 2" if conditions.can_be_dropped and self.config.label_dropout else "a --guide"
             raise RequestError(f"guidance_interval has no effect with guidance = 1; give {remedy}, or omit it")
+        if negative:
+            conditions.check_negative(guidance.scale)
         if request.guidance is not None:
             conditions.check_guided(request.guidance, generation.given)
         generation = replace(generation, guidance=guidance.scale)
@@ -405,6 +410,8 @@ class Run(LoadedRun):
             of += [edit.strength, edit.repeats, edit.image.tolist(), edit.unknown is not None and edit.unknown.tolist()]
         if measurement is not None:
             of.append(measurement.digest)
+        if generation.negative:
+            of.append(generation.negative)
         # The cells of a grid begin from the same noise; the files of a table are named after its rows.
         of += [part for part in (cells, files) if part]
         return hashlib.sha256(repr(of).encode()).hexdigest()
@@ -436,12 +443,14 @@ class Run(LoadedRun):
         return table(rows, preview, self.path, f"preview {preview.stem}")
 
     def _describe(self, generation: GenerationSettings, guide: str) -> tuple[str, ...]:
+        conditions, negative = self.config.conditions, generation.negative
         return (
             self.path.resolve().name,
             f"step {self.step:,}",
             self._weights(),
             f"{generation.sampler.kind} {generation.sampler.steps} steps",
             *([f"guidance {spell_guidance(generation.guidance)}"] if generation.guidance != 1 else []),
+            *([f"negative {sanitize(conditions.show_text(negative))}"] if negative else []),
             *([f"guide {guide}"] if guide else []),
             *([f"guide every {generation.guide_every}"] if generation.guide_every != 1 else []),
             *([generation.precision] if generation.precision != "fp32" else []),

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from unfog.models import layers
 from unfog.models.layers import ConditionalNetwork, Runner, pad, sinusoids, text_at
+from unfog.models.pretrained_text import PretrainedTextEncoder, known_texts
 from unfog.models.settings import MPUNet
 from unfog.models.text_encoder import Text, TextEncoder, attend_to_text, text_heads
 from unfog.values.conditions import ConditionsLike
@@ -221,6 +222,9 @@ class MPUNetModel(ConditionalNetwork):
         return _MPLinear(inputs, width)
 
     def _build_text_encoder(self, vocabulary: int, length: int, layers: int) -> TextEncoder:
+        if self.pretrained:
+            known = known_texts(*self.pretrained)
+            return PretrainedTextEncoder(known, self.text_width, layers, _MPLinear, _MPEmbedding)
         return TextEncoder(vocabulary, length, self.text_width, layers, _MPLinear, _MPEmbedding)
 
     def _build_text_embedding(self, width: int) -> nn.Module:

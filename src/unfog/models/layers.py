@@ -14,11 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from unfog.errors import RequestError
 from unfog.models.condition_layers import IMAGES, ColumnEmbedding, ImageInput
+from unfog.models.pretrained_text import PretrainedTextEncoder, known_texts
 from unfog.models.text_encoder import Text, TextEncoder
 from unfog.values.conditions import Conditions, ConditionsLike
 
 if TYPE_CHECKING:
-    from unfog.values.condition_format import ConditionFormat
+    from unfog.values.condition_format import ConditionFormat, PretrainedText
 
 # (module, its inputs …) -> its output, with or without gradient checkpointing.
 Runner = Callable[..., Tensor]
@@ -139,6 +140,8 @@ class ConditionalNetwork(nn.Module):
     class_embedding: nn.Module | None
     augment_embedding: nn.Module | None
     column_embedding: nn.Module | None
+    pretrained: tuple[tuple[str, ...], PretrainedText] | None = None
+    """Merges of the captions, and the frozen encoder of them; None for an encoder that is trained."""
     text_encoder: TextEncoder | None
     text_embedding: nn.Module | None
 
@@ -173,6 +176,9 @@ class ConditionalNetwork(nn.Module):
             self.column_embedding = ColumnEmbedding(columns, layer, self.conditions_have_power_1)
         if text is not None:
             vocabulary, length = map(int, text.statistics)
+            # Exported code has no such field.
+            if (model := getattr(conditions, "text_model", None)) is not None:
+                self.pretrained = tuple(text.categories), model
             self.text_encoder = self._build_text_encoder(vocabulary, length, conditions.text_layers)
             self.text_embedding = self._build_text_embedding(width)
 
@@ -188,6 +194,8 @@ class ConditionalNetwork(nn.Module):
         return layer
 
     def _build_text_encoder(self, vocabulary: int, length: int, layers: int) -> TextEncoder:
+        if self.pretrained:
+            return PretrainedTextEncoder(known_texts(*self.pretrained), self.text_width, layers)
         return TextEncoder(vocabulary, length, self.text_width, layers)
 
     def _build_text_embedding(self, width: int) -> nn.Module:

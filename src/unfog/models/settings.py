@@ -10,7 +10,7 @@ from unfog.errors import RequestError
 from unfog.models.given_network import GivenNetwork
 from unfog.models.network_settings import CustomNetwork, LevelSettings, PatchSettings
 from unfog.settings import check_bounds, setting
-from unfog.values.condition_format import TEXT_HEAD
+from unfog.values.condition_format import TEXT_HEAD, PretrainedText
 
 USUAL_TEXT_LAYERS = 2
 """Layers of the encoder of texts, if none are given."""
@@ -24,6 +24,14 @@ class TextEncoderSettings:
     """Layers of attention and MLP; more for long captions whose words depend on each other."""
     width: int = setting(0, auto=0, at_least=0, at_most=4096, usual="64 to 512")
     """Channels of a token, a multiple of 32."""
+    pretrained: str = setting("", metavar="FOLDER", added_later=True, see="docs/text.md")
+    """Local folder of Hugging Face (CLIP, SigLIP, T5, BERT) whose encoder, frozen, reads texts before these layers."""
+    sha256: str = setting("", added_later=True, hidden=True)
+    """Digest of the files of that folder, as found."""
+    pretrained_width: int = setting(0, at_least=0, at_most=16384, added_later=True, hidden=True)
+    """Width of its tokens, as found."""
+    pretrained_length: int = setting(0, at_least=0, at_most=512, added_later=True, hidden=True)
+    """Tokens of a text that it reads at most, as found."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -32,6 +40,13 @@ class TextEncoderSettings:
                 f"text_encoder.width = {self.width} must be a multiple of {TEXT_HEAD}, the channels of a head; try "
                 f"{max(1, round(self.width / TEXT_HEAD)) * TEXT_HEAD}"
             )
+
+    @property
+    def model(self) -> PretrainedText | None:
+        """The frozen encoder; None without one, or before its folder was read."""
+        if not self.pretrained or not self.pretrained_width:
+            return None
+        return PretrainedText(self.pretrained, self.sha256, self.pretrained_width, self.pretrained_length)
 
     @staticmethod
     def width_for(widest: int) -> int:

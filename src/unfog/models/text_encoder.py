@@ -46,12 +46,12 @@ def attend_to_text(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return mixed
 
 
-def _normal(x: Tensor) -> Tensor:
+def normal(x: Tensor) -> Tensor:
     """Divide [..., D] by its root mean square."""
     return x * (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt().to(x.dtype)
 
 
-class _Layer(nn.Module):
+class Layer(nn.Module):
     """Self-attention of tokens [B, N, D], then an MLP; each is added to its input."""
 
     def __init__(self, width: int, linear: Callable[[int, int], nn.Module]):
@@ -64,9 +64,9 @@ class _Layer(nn.Module):
                 nn.init.zeros_(last.weight)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = self.qkv(_normal(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [B, heads, N, D]
+        q, k, v = self.qkv(normal(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [B, heads, N, D]
         x = x + self.out(attend_to_text(q, k, v, mask).transpose(1, 2).flatten(2))
-        output: Tensor = x + self.leave(F.gelu(self.enter(_normal(x))))
+        output: Tensor = x + self.leave(F.gelu(self.enter(normal(x))))
         return output
 
 
@@ -98,18 +98,23 @@ class TextEncoder(nn.Module):
         self.vocabulary, self.length = vocabulary, length
         self.words = table(vocabulary + 1, width)  # the last row is the start
         self.places = table(length + 1, width)
-        self.layers = nn.ModuleList([_Layer(width, linear) for _ in range(layers)])
+        self.layers = nn.ModuleList([Layer(width, linear) for _ in range(layers)])
 
     def forward(self, tokens: Tensor) -> Text:
         """Encode token numbers [B, L]; the text has N = L + 1 tokens."""
-        start = tokens.new_full((len(tokens), 1), self.vocabulary)
+        x, mask = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return Text(normal(x), mask)
+
+    def embed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the input of the first layer [B, L + 1, D], and bool [B, L + 1], False for padding."""
+        start = tokens.new_full((tokens.shape[0], 1), self.vocabulary)  # not len, which a trace fixes
         whole = torch.cat([start, tokens], dim=1)
         mask = whole >= 0
         place = torch.arange(whole.shape[1], device=tokens.device).clamp_max(self.length)
         x: Tensor = self.words(whole.clamp_min(0)) + self.places(place)
-        for layer in self.layers:
-            x = layer(x, mask)
-        return Text(_normal(x), mask)
+        return x, mask
 
 
 def text_heads(channels: int, head_channels: int) -> int:

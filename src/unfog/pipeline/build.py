@@ -33,6 +33,7 @@ from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, LossAt, midpoints
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.layers import ConditionalNetwork, Conv2d
 from unfog.models.network_settings import CustomNetwork, build_model
+from unfog.models.pretrained_text import known_texts
 from unfog.pipeline.compile_network import compile_network
 from unfog.process.device import total_memory
 from unfog.process.torch_flags import set_repeatable
@@ -197,6 +198,17 @@ def _build_diffusion_network(config: Config) -> ConditionalNetwork:
                 config.network.try_out(network, shape, told, out or channels)
     network.channels_last = config.training.memory_format == "channels_last"
     return network
+
+
+def learn_captions(config: Config, dataset: Dataset) -> None:
+    """Encode all captions of the images, if a pretrained encoder reads them, or take them from the cache."""
+    text, model = config.conditions.text, config.conditions.text_model
+    if text is None or model is None:
+        return
+    columns = [images.columns[text.name].values for images in (dataset.train, dataset.held_out) if len(images)]
+    rows = [values.reshape(-1, values.shape[-1]).astype(np.int64) for values in columns]
+    tokens = torch.from_numpy(np.concatenate(rows)).to(config.training.device)
+    known_texts(text.categories, model).learn_captions(tokens)
 
 
 def _build_autoencoder(config: Config) -> AutoencoderModel:

@@ -59,6 +59,8 @@ class GenerationSettings:
     first: int = 0  # number of the first sample
     precision: SamplingPrecision = "auto"  # of the network; the sampler itself always computes in fp32
     guide_every: int = 1  # guided calls of the network to a call of the guide, whose difference is kept in between
+    negative: tuple[int, ...] = field(default=(), repr=False)
+    """Tokens of a text that guidance leads away from; () is none."""
     shared: int = field(
         default=1, repr=False
     )  # samples in a row that begin from the same noise, as the cells of a grid do
@@ -236,14 +238,18 @@ def conditional_denoiser(
     """Return the denoiser with these conditions, and with the guidance of `settings`.
 
     Guidance extrapolates away from the weaker `guide` with the same conditions, or else from outputs with fewer
-    conditions. RequestError if that needs conditions, or a network trained without them at times, and there is none.
+    conditions. A negative text takes the place of the text that the guide is given, and of one that is hidden.
+    RequestError if that needs conditions, or a network trained without them at times, and there is none.
     """
     scale = config.conditions.guidance(settings.guidance)
     if scale == 1:
         return lambda x, logsnr: denoiser(x, logsnr, conditions)
+    negative = None
+    if settings.negative and conditions.tokens is not None:
+        negative = conditions.tokens.new_tensor(settings.negative)
     guided: Conditional
     if guide is not None:
-        guided = Autoguided(denoiser, guide, one_strength(scale), settings.guide_every)
+        guided = Autoguided(denoiser, guide, one_strength(scale), settings.guide_every, negative)
     else:
         if not conditions.droppable:
             raise RequestError(
@@ -252,9 +258,9 @@ def conditional_denoiser(
             )
         check_guidance(config, scale)
         if isinstance(scale, tuple):
-            guided = GuidedInTurn(denoiser, config.conditions.turns(scale))
+            guided = GuidedInTurn(denoiser, config.conditions.turns(scale), negative)
         else:
-            guided = Guided(denoiser, scale)
+            guided = Guided(denoiser, scale, negative)
     if settings.interval != (0.0, 1.0):
         guided = Within(guided, denoiser, settings.interval)
     return lambda x, logsnr: guided(x, logsnr, conditions)

@@ -24,6 +24,7 @@ from unfog.text import sanitize
 # File in a folder of samples until its grid is written: what the samples are of.
 UNFINISHED = "unfinished.json"
 _LONGEST_TEXT = 2000  # characters of the conditions of all samples in grid.png
+_LONGEST_NEGATIVE = 20  # characters of a negative text in the name of a file
 _LONGEST_NAME = 40  # characters of a class, or of conditions, in the name of a file
 
 
@@ -42,6 +43,9 @@ class SampleFolder:
         values: format of these, in place of .npy.
         files: name of each sample's file in place of its conditions; "" or () for these.
     """
+
+    negative = ""
+    """Text that the samples were led away from, for their files; "" for none."""
 
     def __init__(
         self,
@@ -63,13 +67,14 @@ class SampleFolder:
     def file(self, number: int) -> Path:
         """Return the path of a sample."""
         named = (self._files[number] if self._files else "") or self._name(number)
-        return self.path / f"{number:06d}{_in_file_name(named)}.png"
+        away = _in_file_name(f"not {self.negative}", _LONGEST_NEGATIVE) if self.negative else ""
+        return self.path / f"{number:06d}{_in_file_name(named)}{away}.png"
 
     @property
     def text(self) -> dict[str, str]:
         """Text of a picture of all samples, by title: their conditions, each once, and how they are generated."""
         told = list(dict.fromkeys(self._name(number) for number in range(min(self.count, len(self.names)))))
-        found = {self.told: ", ".join(filter(None, told))[:_LONGEST_TEXT]}
+        found = {self.told: ", ".join(filter(None, told))[:_LONGEST_TEXT], "Negative": sanitize(self.negative)}
         if self.settings:
             found["Settings"] = sanitize(", ".join(self.settings))
         return {title: said for title, said in found.items() if said}
@@ -89,6 +94,8 @@ class SampleFolder:
                 continue
             name = self._name(number)
             text = {self.told: name} if name else {}
+            if self.negative:
+                text["Negative"] = sanitize(self.negative)
             if self.settings:
                 text["Settings"] = sanitize(", ".join([*self.settings, f"sample {number}"]))
             if self._view is not None:
@@ -218,7 +225,7 @@ def _read(path: Path) -> Pixels:
     return pixels if pixels.ndim == 3 else pixels[..., None]
 
 
-def _in_file_name(name: str) -> str:
+def _in_file_name(name: str, longest: int = _LONGEST_NAME) -> str:
     """Return the name of a sample as part of a file name: "-T_shirt"; letters and digits of any language stay."""
-    plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)[:_LONGEST_NAME]
+    plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)[:longest]
     return f"-{plain}" if plain else ""

@@ -413,11 +413,22 @@ def with_text_encoder(config: Config) -> tuple[Config, list[Choice]]:
     RequestError if the network has no attention to a text.
     """
     network, settings, choices = config.network, config.text_encoder, list[Choice]()
+    if settings.pretrained and network is not None and config.conditions.text is None:
+        raise RequestError("text_encoder.pretrained reads captions, and this run has none; give --condition text")
     if network is None or config.conditions.text is None:
         return config, choices
     network.check_text(True)
     if isinstance(network, CustomNetwork):
+        if settings.pretrained:
+            raise RequestError("text_encoder.pretrained is for networks of Unfog; a network of yours reads the tokens")
         return config, choices  # it reads the tokens by itself
+    if settings.pretrained and settings.model is None:
+        # Loaded only here, as it needs torch.
+        from unfog.models.pretrained_text import describe_encoder
+
+        found = describe_encoder(settings.pretrained)
+        sizes = {"pretrained_width": found.width, "pretrained_length": found.length}
+        settings = replace(settings, pretrained=found.folder, sha256=found.sha256, **sizes)
     if is_auto(settings, "width"):
         settings = replace(settings, width=TextEncoderSettings.width_for(network.widest))
         reason = f"by the widest layer of the network, {network.widest}"

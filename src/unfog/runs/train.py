@@ -37,6 +37,7 @@ from unfog.pipeline.build import (
     build_intervals,
     build_loss,
     build_state,
+    learn_captions,
     open_stream,
     open_task_stream,
 )
@@ -121,6 +122,7 @@ def open_session(
     config.sampler.visits(config.diffusion.schedule)  # raises unless the sampler fits the noise schedule
     check_installed(config.log.sinks)
     state = build_state(config, run.device, weights, run.world.init_device(config.training.shard, run.device))
+    learn_captions(config, dataset)
     return Session(run, config, dataset, state)
 
 
@@ -329,6 +331,7 @@ def _train_worker(config: Config, dataset: Dataset, stop: StopSignals, world: Wo
     # Ranks on one machine compute on devices of their own; the configuration names that of rank 0.
     own_config = replace(config, training=replace(config.training, device=str(device)))
     state = build_state(own_config, device, home=world.init_device(config.training.shard, device))
+    learn_captions(own_config, dataset)
     stream = open_stream(dataset, config)
     hooks = _WorkerHooks(stop, dataset, world, config)
     watch_outages(dataset, config, world, stop)

@@ -62,6 +62,19 @@ def conditions_of(columns: Iterable[Column], turn: NDArray[np.int64] | None = No
 
 
 @dataclass(frozen=True)
+class PretrainedText:
+    """A frozen encoder of texts, as found when the run began."""
+
+    folder: str
+    sha256: str
+    """Digest of its files."""
+    width: int
+    """D of its tokens."""
+    length: int
+    """Tokens of a text, at most."""
+
+
+@dataclass(frozen=True)
 class ConditionFormat:
     """Categories, statistics or size of each condition of `Conditions`; one that is empty is absent."""
 
@@ -77,6 +90,8 @@ class ConditionFormat:
     """Layers of the encoder of texts, if a column holds texts."""
     text_width: int = 0
     """Its width."""
+    text_model: PretrainedText | None = None
+    """A frozen encoder in front of it; None for one that is trained as a whole."""
 
     def __post_init__(self) -> None:
         names = [one.name for one in self.columns]
@@ -315,6 +330,39 @@ class ConditionFormat:
         if self.text.name in given:
             raise RequestError(f"prompt and given {self.text.name!r} are the same; give one of them")
         return {**given, self.text.name: words}
+
+    def read_negative(self, negative: str) -> tuple[int, ...]:
+        """Return the tokens of a text that samples are led away from; () for "", which is none.
+
+        RequestError if the run has no texts, or the text is too long.
+        """
+        if not isinstance(negative, str):
+            raise RequestError(f"negative = {negative!r:.60} must be one text, such as 'dark'")
+        if not negative.strip():
+            return ()
+        if self.text is None:
+            raise RequestError("a negative prompt needs a run that learned captions, by --condition text; omit it")
+        tokens: tuple[int, ...] = kind_of(TEXT).parse(self.text, negative)
+        return tokens if tokens[0] >= 0 else ()  # of a text without a word nothing is left
+
+    def check_negative(self, scale: GuidanceScale) -> None:
+        """Raise RequestError if guidance of this scale does not lead away from a negative text."""
+        if scale == 1:
+            raise RequestError("a negative prompt has no effect with guidance = 1; give --guidance 2, or omit it")
+        name = self.text.name if self.text else TEXT
+        if isinstance(scale, tuple) and dict(scale).get(name, 1.0) in (0.0, 1.0):
+            raise RequestError(
+                f"a negative prompt needs guidance of {name}, whose weight is {dict(scale).get(name, 1.0):g}; give "
+                f"--guidance {name}=2,…, or omit it"
+            )
+
+    def rare_words(self, text: str) -> list[str]:
+        """Return the words of a prompt that the training captions have at most once; [] without texts."""
+        return [] if self.text is None else TextKind().rare_words(self.text, text)
+
+    def show_text(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens; "" for () and without texts."""
+        return "" if self.text is None or not tokens else kind_of(TEXT).show(self.text, tokens)
 
     def read_words(self, words: Iterable[str]) -> dict[str, object]:
         """Parse the conditions of a command line, such as "age=60" or "class=cat,dog"."""

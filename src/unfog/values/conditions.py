@@ -108,6 +108,12 @@ class Conditions(NamedTuple):
                 changed[name] = each.masked_fill(hidden.reshape(-1, *(1 for _ in each.shape[1:])), _NOT_TOLD[name])
         return self._replace(**changed)
 
+    def with_text(self, tokens: Tensor | None) -> Conditions:
+        """Return the conditions with these tokens, int64 [L], for the text of all images; None changes nothing."""
+        if tokens is None or self.tokens is None:
+            return self
+        return self._replace(tokens=tokens.expand_as(self.tokens))
+
     def dropped_each(self, hidden: Tensor, spans: Sequence[Span]) -> Conditions:
         """Return the conditions without those that are `hidden`, bool [B, S]: a column of it for each of S `spans`."""
         changed = dict[str, Tensor]()

@@ -77,7 +77,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, [] of one without a word."""
-        return [token for word in _words(text) for token in self._of_word(word)]
+        return [token for word in _words_of(text) for token in self._of_word(word)]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens; a letter that is cut is left out, and so are tokens below 0."""
@@ -86,7 +86,7 @@ class Tokenizer:
 
     def split_words(self, text: str) -> list[str]:
         """Return the words of a text that are several tokens, as they occur at most once in the captions."""
-        words = dict.fromkeys(word.strip() for word in _words(text) if any(map(str.isalnum, word)))
+        words = dict.fromkeys(word.strip() for word in _words_of(text) if any(map(str.isalnum, word)))
         return [word for word in words if min(len(self._of_word(word)), len(self._of_word(f" {word}"))) > 1]
 
     def _of_word(self, word: str) -> tuple[int, ...]:
@@ -104,7 +104,7 @@ class Tokenizer:
         return self._known[word]
 
 
-def _words(text: str) -> list[str]:
+def _words_of(text: str) -> list[str]:
     # With a space before the first word, so that it is the same token as elsewhere.
     normal = normalize_caption(text)
     return _WORDS.findall(f" {normal}") if normal else []
@@ -132,7 +132,7 @@ def learn_merges(captions: Iterable[str], most: int = MOST_TOKENS - BYTES) -> tu
     Pairs of the same frequency are in the order of their bytes, so that the result depends on the captions alone, and
     not on their order. Pairs that occur less than `LEAST` times stay apart.
     """
-    counts = Counter(word for caption in captions for word in _words(caption))
+    counts = Counter(word for caption in captions for word in _words_of(caption))
     return _Learner([(list(word.encode()), count) for word, count in counts.items()]).learn(most)
 
 

@@ -47,6 +47,8 @@ class SamplingRequest:
     such as age=2,stain=1.5; others have 1. Default: the run's."""
     guidance_interval: tuple[float, float] | None = None
     """Guide only while the share of noise is in this interval, such as 0.2 0.75: 0 is the image, 1 pure noise."""
+    negative: str = setting("", metavar="TEXT", see="docs/text.md")
+    """Caption that images are led away from, such as "dark", where --guidance is not 1."""
     guide_every: int = 1
     """Call the guide at every N-th guided call of the network only, and keep its difference in between."""
     batch: int = 64

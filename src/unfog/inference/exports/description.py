@@ -38,7 +38,7 @@ _PREDICTIONS = {Eps.kind: "epsilon", X0.kind: "sample", V.kind: "v_prediction"}
 
 def describe_network(config: Config) -> dict[str, Any]:
     """Return all that builds the network of a run in an export, as plain values for JSON."""
-    network, classes = config.network, list(config.classes)
+    network, classes, text = config.network, list(config.classes), config.conditions
     assert network is not None  # a run's is settled
     return {
         "network": {"kind": network.kind, "settings": asdict(network)},
@@ -49,6 +49,7 @@ def describe_network(config: Config) -> dict[str, Any]:
         "null_label": len(classes) if classes else None,
         "conditions": describe_columns(config),
         "mask": config.data.has_unknown,
+        **({"text": {"layers": text.text_layers, "width": text.text_width}} if text.text else {}),
     }
 
 

@@ -21,11 +21,12 @@ from unfog.diffusion.noise import NoiseSource
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.export.diffusers_unet import Network, sample_size
-from unfog.export.source_code import package_file, plain_source
+from unfog.export.source_code import OF_TRAINING, package_file, plain_source
 from unfog.files.safe_files import copy_into, write_atomic
 from unfog.inference.exports.conditions import (
     example_given,
     has_named_inputs,
+    reading_modules,
     source_of_network,
     with_named_inputs,
 )
@@ -118,8 +119,8 @@ def write_pipeline(run: LoadedRun, network: nn.Module, sampler: Sampler, folder:
     else:
         index |= {"_class_name": ["pipeline", "UnfogPipeline"], "objective": describe_objective(config, sampler)}
         index["vae"] = _write_autoencoder(config, folder / "vae")
-        names = ["unfog.export.given_values", "unfog.export.diffusers_pipeline"]
-        write_atomic(folder / "pipeline.py", plain_source(_PIPELINE, names).encode(), folder)
+        names = [*reading_modules(config), "unfog.export.diffusers_pipeline"]
+        write_atomic(folder / "pipeline.py", plain_source(_PIPELINE, names, OF_TRAINING).encode(), folder)
     write_atomic(folder / "model_index.json", _json(index), folder)
     return _difference(run, network, sampler, folder, stock)
 

@@ -4,7 +4,7 @@ import {html, nothing} from "./vendor/lit.js";
 import {View, announce, command, count, keep, radios, range, route, select, sidesOf} from "./util.js";
 import {Sheets, tile} from "./playground_sheets.js";
 import {ENDED, values} from "./playground_grid.js";
-import {fields} from "./playground_conditions.js";
+import {fields, rareWords, told} from "./playground_conditions.js";
 import "./playground_noise_levels.js";
 import "./playground_mask.js";
 import "./playground_blind_comparison.js";
@@ -20,11 +20,11 @@ function joined(known, answer) {
 }
 
 class Playground extends View {
-	static properties = ["data", "run", "runs", "detail", "form", "edit", "about", "jobs", "job", "shown", "view", "position", "pane", "failed", "past", "future"];
+	static properties = ["data", "run", "runs", "detail", "form", "edit", "about", "jobs", "job", "shown", "view", "position", "pane", "failed", "past", "future", "rare"];
 
 	constructor() {
 		super();
-		Object.assign(this, {runs: [], form: {...USUAL}, jobs: [], shown: 0, view: "x0", position: null, failed: "", past: [], future: [], pane: "draw", edit: null});
+		Object.assign(this, {runs: [], form: {...USUAL}, jobs: [], shown: 0, view: "x0", position: null, failed: "", past: [], future: [], pane: "draw", edit: null, rare: {}});
 	}
 
 	connectedCallback() {
@@ -48,6 +48,7 @@ class Playground extends View {
 
 	updated(changes) {
 		if (changes.has("run") && this.run && String(this.detail?.id) !== String(this.run)) this.loadRun();
+		if (changes.has("form") || changes.has("detail")) this.findRare();
 	}
 
 	loadRun() {
@@ -157,6 +158,19 @@ class Playground extends View {
 		if (now) this.soon();
 	}
 
+	// Ask which words of the captions are rare, once the typing rests.
+	findRare() {
+		const text = (this.detail?.conditions || []).find((one) => one.kind === "text"), {form, run} = this;
+		const asked = text ? {prompt: told(form.given, text.name), negative: form.negative || ""} : {};
+		if (JSON.stringify(asked) === this.askedRare) return;
+		this.askedRare = JSON.stringify(asked);
+		clearTimeout(this.rarely);
+		this.rarely = setTimeout(async () => {
+			const found = await Promise.all(Object.entries(asked).map(async ([name, words]) => [name, words ? await this.data.get(`api/draw/rare-words?run=${run}&text=${encodeURIComponent(words)}`).catch(() => []) : []]));
+			if (JSON.stringify(asked) === this.askedRare) this.rare = Object.fromEntries(found);
+		}, WAIT);
+	}
+
 	cancel(number) {
 		return this.attempt(() => this.data.post(`api/draw/${number}/cancel`, {}));
 	}
@@ -256,7 +270,7 @@ class Playground extends View {
 		const {detail, form, about} = this, {settings, checkpoints, classes, ema, conditions = []} = detail, of = (name) => settings[name];
 		const at = Math.max(0, form.checkpoint ? checkpoints.indexOf(form.checkpoint) : checkpoints.length - 1), interval = form.guidance_interval || [];
 		const open = (run) => {
-			Object.assign(this, {run, form: {...form, checkpoint: null, ema: null, label: null, given: null, guide: null}, job: null});
+			Object.assign(this, {run, form: {...form, checkpoint: null, ema: null, label: null, given: null, negative: null, guide: null}, job: null});
 			location.hash = `#/draw/${run}`;
 		};
 		return html`${this.setting("Run", select(this.runs.map((one) => [one.id, one.name]), this.run, open))}
@@ -266,7 +280,8 @@ class Playground extends View {
 			${ema ? html`${this.setting(html`EMA width <b>${form.ema ?? "the run's"}</b>`, range(form.ema ?? ema.widths?.[0] ?? 0.1, 0.01, 0.28, (width) => this.set("ema", width, true), {step: 0.01}), "wide")}
 				${form.ema ? html`<button type="button" class="quiet" @click=${() => this.set("ema", null, true)}>Use the run's EMA</button>` : ""}` : ""}
 			${classes.length ? this.setting("Class", select([["", "all in turn"], ...classes], form.label?.[0], (name) => this.set("label", name === "" ? null : [name]))) : ""}
-			${fields(conditions, form.given, (given, now) => this.set("given", given, now))}
+			${fields(conditions, form.given, (given, now) => this.set("given", given, now), this.rare.prompt)}
+			${conditions.some((one) => one.kind === "text") && of("label_dropout") > 0 ? this.setting("Negative prompt", html`<input placeholder="none; needs a guidance other than 1" maxlength="4096" .value=${form.negative || ""} @input=${(e) => this.set("negative", e.target.value || null)}>${rareWords(this.rare.negative || [])}`, "wide") : ""}
 			${this.field("n", "Pictures", {min: 1, max: about?.most_images || 64})}
 			<div class="setting"><label for="seed">Seed</label><span class="inline"><input id="seed" type="number" step="1" .value=${String(form.seed ?? 0)} @input=${(e) => this.set("seed", Number(e.target.value))}><button type="button" aria-label="Another seed" @click=${() => this.set("seed", Math.floor(Math.random() * 1e6), true)}>⚄</button></span></div>
 			${this.choice("sampler", "Sampler", about?.samplers || [], of("sampler.kind"))}

@@ -1,4 +1,4 @@
-// Fields for the conditions of a run: a slider for a number, a list for a category, chips for several, a text for a vector.
+// Fields for the conditions of a run: a slider for a number, a list for a category, chips for several, a text for a vector or a caption.
 
 import {html} from "./vendor/lit.js";
 import {range, select} from "./util.js";
@@ -21,13 +21,18 @@ function stepOf(low, high) {
 	return high > low ? 10 ** Math.floor(Math.log10((high - low) / 50)) : 1;
 }
 
-// `set` is called with the new words, and with true where the pictures follow at once.
-export function fields(conditions, given, set) {
+// Words of a text that the training captions have at most once.
+export function rareWords(words) {
+	return html`<span class="soft" role="status">${words.length ? html`Seldom or never in the training captions: ${words.map((one) => html`<mark>${one}</mark> `)}` : ""}</span>`;
+}
+
+// `set` is called with the new words, and with true where the pictures follow at once; `rare` are the rare words of a caption.
+export function fields(conditions, given, set, rare = []) {
 	return conditions.map((one) => {
 		const value = told(given, one.name), change = (next, now = false) => set(tell(given, one.name, next), now);
 		const shown = value === "" ? "any" : value === ";" ? "none of them" : value;
 		const clear = value === "" ? "" : html`<button type="button" class="quiet" aria-label="clear ${one.name}" @click=${() => change("", true)}>clear</button>`;
-		return (CONTROLS[one.kind] || unknown)(one, value, change, html`<span>${one.name} <b>${shown}</b> ${clear}</span>`);
+		return (CONTROLS[one.kind] || unknown)(one, value, change, html`<span>${one.name} <b>${shown}</b> ${clear}</span>`, rare);
 	});
 }
 
@@ -50,6 +55,9 @@ const CONTROLS = {
 	vector({name, low, high}, value, change, label) {
 		const usual = low.map((_, i) => short((low[i] + high[i]) / 2)).join(";");
 		return html`<div class="setting wide condition" role="group" aria-label=${name}>${label}<input aria-label="${name}, ${low.length} numbers with ; between them" placeholder=${usual} .value=${value} @change=${(e) => change(e.target.value.trim(), true)}></div>`;
+	},
+	text({name}, value, change, label, rare) {
+		return html`<div class="setting wide condition" role="group" aria-label=${name}><span>${name}</span><input aria-label="${name}, a caption" placeholder="any caption" maxlength="4096" .value=${value} @input=${(e) => change(e.target.value)}>${rareWords(rare)}</div>`;
 	},
 };
 

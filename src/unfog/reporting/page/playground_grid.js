@@ -16,7 +16,8 @@ export function values(text) {
 const GIVEN = "given "; // before the name of a condition
 
 // Values of a setting or condition; those of a condition may have spaces and semicolons.
-function valuesOf(name, text) {
+function valuesOf(name, text, isText) {
+	if (isText) return text.split(";").map((one) => one.trim()).filter(Boolean); // a caption may have commas
 	return name.startsWith(GIVEN) ? text.split(",").map((one) => one.trim()).filter(Boolean) : values(text);
 }
 
@@ -40,7 +41,7 @@ class Grid extends View {
 
 	async draw(event) {
 		event.preventDefault();
-		const of = new FormData(event.target), axes = ["a", "b"].map((axis) => [of.get(axis), valuesOf(of.get(axis), of.get(`${axis}-values`))]).filter(([name, list]) => name && list.length);
+		const of = new FormData(event.target), axes = ["a", "b"].map((axis) => [of.get(axis), valuesOf(of.get(axis), of.get(`${axis}-values`), this.isText(of.get(axis)))]).filter(([name, list]) => name && list.length);
 		const [rows, columns] = axes.length > 1 ? axes : [["", [""]], axes[0] || ["", []]];
 		if (!columns[1].length || rows[1].length * columns[1].length > MOST_CELLS) return void (this.failed = `Give values for one or two settings, ${MOST_CELLS} cells at most.`);
 		Object.assign(this, {grid: {rows, columns, cells: []}, failed: ""});
@@ -66,8 +67,18 @@ class Grid extends View {
 		}
 	}
 
+	isText(name) {
+		return (this.conditions || []).some((one) => one.kind === "text" && GIVEN + one.name === name) || name === "negative";
+	}
+
+	// A caption alone, and of other settings the name too.
+	caption(name, value) {
+		return this.isText(name) && name !== "negative" ? value : `${name} ${value}`;
+	}
+
 	render() {
-		const names = [["", "none"], "seed", "steps", "sampler", "checkpoint", "guidance", "ema", "strength", "grid", ...(this.conditions || []).map((one) => [GIVEN + one.name, one.name])], {grid} = this;
+		const negative = (this.conditions || []).some((one) => one.kind === "text") ? ["negative"] : [];
+		const names = [["", "none"], "seed", "steps", "sampler", "checkpoint", "guidance", "ema", "strength", "grid", ...negative, ...(this.conditions || []).map((one) => [GIVEN + one.name, one.name])], {grid} = this;
 		const axis = (id, label, name, list) => html`<label>${label} <select name=${id}>${options(names, name)}</select></label> <label>values <input name="${id}-values" .defaultValue=${list}></label>`;
 		return html`<section><form class="bar" @submit=${(e) => this.draw(e)}>${axis("a", "down", "seed", "0 1 2")} ${axis("b", "across", "steps", "5 10 20")}<button>Draw the grid</button>${grid ? html`<button type="button" @click=${() => grid.cells.filter((one) => one.job && !ENDED.includes(one.state)).forEach((one) => this.attempt(() => this.data.post(`api/draw/${one.job}/cancel`, {})))}>Cancel</button>` : ""}</form>
 			<p class="error" role="alert">${this.failed}</p>${grid ? this.cells(grid) : ""}</section>`;
@@ -76,8 +87,8 @@ class Grid extends View {
 	cells({rows: [down, rows], columns: [across, columns], cells}) {
 		const cell = (one, label) => (one?.state === "done" ? tile(this.sheets, `${one.job}/pictures.webp`, 0, 1, label)
 			: html`<span class=${one?.state === "failed" ? "error" : "soft"}>${one?.error || one?.state}</span>`);
-		const filled = rows.map((row, y) => [down ? `${down} ${row}` : "all", ...columns.map((column, x) => cell(cells[y * columns.length + x], `${down} ${row}, ${across} ${column}`))]);
-		return table("Grid of two settings", ["settings", ...columns.map((value) => `${across} ${value}`)], filled, "grid");
+		const filled = rows.map((row, y) => [down ? this.caption(down, row) : "all", ...columns.map((column, x) => cell(cells[y * columns.length + x], `${down} ${row}, ${across} ${column}`))]);
+		return table("Grid of two settings", ["settings", ...columns.map((value) => this.caption(across, value))], filled, "grid");
 	}
 }
 customElements.define("unfog-grid", Grid);

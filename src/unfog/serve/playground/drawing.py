@@ -210,6 +210,8 @@ def read_request(run: Path, settings: Mapping[str, Any], edits: bool, masked: bo
     if request.given:
         conditions = conditions_of(run)
         conditions.parse(conditions.read_words(request.given))
+    if request.negative:
+        conditions_of(run).read_negative(request.negative)
     if not edits and (request.strength, request.repeats) != (None, None):
         raise RequestError("strength and repeats need an image to edit")
     return request

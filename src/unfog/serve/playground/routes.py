@@ -29,6 +29,7 @@ from unfog.serve.playground.drawing import (
 )
 from unfog.serve.playground.images import Uploads
 from unfog.serve.playground.queue import MOST_WAITING, DrawingQueue
+from unfog.serve.run_files import conditions_of
 from unfog.serve.server import Json, Server, json_body, whole_number
 
 
@@ -38,6 +39,7 @@ def playground_routes(server: Server) -> list[Route]:
     return [
         Route("/api/draw", playground.list),
         Route("/api/draw", playground.draw, methods=["POST"]),
+        Route("/api/draw/rare-words", playground.rare_words),
         Route("/api/draw/{job:number}", playground.job),
         Route("/api/draw/{job:number}/cancel", playground.cancel, methods=["POST"]),
         Route("/api/draw/{job:number}/copies", playground.copies, methods=["POST"]),
@@ -122,6 +124,10 @@ class _Playground:
                 drawn: Pixels = self._pictures(self._job(number))[self._index(number, picture)]
                 return drawn
         raise RequestError('an image is {"upload": NUMBER} or {"job": NUMBER, "picture": NUMBER}')
+
+    async def rare_words(self, request: Request) -> Response:
+        run, text = self._run(whole_number(request, "run")), request.query_params.get("text", "")
+        return Json(await asyncio.to_thread(lambda: conditions_of(run.path).rare_words(text)))
 
     async def job(self, request: Request) -> Response:
         job = self._job(request.path_params["job"])

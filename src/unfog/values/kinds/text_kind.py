@@ -103,6 +103,10 @@ class TextKind(ConditionKind):
         return tokenizer_of(facts.categories).decode(value)
 
     def concern(self, facts: ColumnFacts, value: Sequence[int]) -> str:
-        words = tokenizer_of(facts.categories).split_words(self.show(facts, value)) if facts.categories else []
+        words = self.rare_words(facts, self.show(facts, value))
         rare = "or not at all, in the captions that the run was trained on"
         return f"{', '.join(map(repr, words[:SHOWN]))}: seldom, {rare}; samples may not show it" * bool(words)
+
+    def rare_words(self, facts: ColumnFacts, text: str) -> list[str]:
+        """Return the words of a text that the training captions have at most once."""
+        return tokenizer_of(facts.categories).split_words(text) if facts.categories else []
