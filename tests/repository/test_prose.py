@@ -30,6 +30,8 @@ WITHOUT_PICTURE = {
     "mirror.md": "about files",
     "microscopy-and-medical.md": "reads files; no scan with a licence for this repository is at hand",
     "python.md": "about code",
+    "satellites.md": "reads files; no scene with a licence for this repository is at hand",
+    "simulations.md": "the figures of arrays.md stand for it",
     "text.md": "its own evaluation is not drawn yet",
     "trackers.md": "the pictures are those of other programs",
 }
