@@ -142,6 +142,8 @@ def resume(path: PathLikeText, *, force: bool = False, callbacks: Sequence[objec
     callbacks, folder = check_callbacks(callbacks), _run_folder(path)
     if "source" in settings:
         settings["source"] = stored_source(settings["source"], settings.pop("labels", None))
+    if isinstance(settings.get("mirror"), os.PathLike):
+        settings["mirror"] = os.fspath(settings["mirror"])
     stored = folder.read_config()
     if GivenNetwork.accepts(settings.get("network")):
         adopt_network(stored, settings.pop("network"))

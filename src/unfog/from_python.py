@@ -63,7 +63,7 @@ def training_settings(source: Source, preset: str, settings: dict[str, Any]) -> 
 
     labels = _pop_labels(source, settings)
     conditions = _pop_conditions(source, settings)
-    for name in ("init", "autoencoder", "codec"):
+    for name in ("init", "autoencoder", "codec", "mirror"):
         if isinstance(settings.get(name), PathLike):
             settings[name] = path_of(settings[name], name)
     for name in ("network", "model"):

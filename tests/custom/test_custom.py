@@ -127,6 +127,7 @@ def as_a_new_process(monkeypatch, *modules):
 PARTS = [
     ({"network": "custom:path={}.Net"}, "Net"),
     ({"weighting": "custom:path={}.weight"}, "weight"),
+    ({"loss": "custom:path={}.weight"}, "weight"),
     ({"sampler": "custom:path={}.step"}, "step"),
     ({"optimizer": "custom:path={}.Net"}, "Net"),
     ({"log.sinks": ("custom:path={}.Lines",)}, "Lines"),

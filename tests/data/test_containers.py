@@ -30,7 +30,7 @@ from unfog.data.sources.image_objects import Storing
 from unfog.data.sources.registry import open_source
 from unfog.data.sources.stored_images import StoredImages
 from unfog.errors import RequestError
-from unfog.values.dimensions import layout_of
+from unfog.values.arrays.dimensions import layout_of
 
 google_crc32c = pytest.importorskip("google_crc32c")
 h5py = pytest.importorskip("h5py")

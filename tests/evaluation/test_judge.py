@@ -10,11 +10,12 @@ import torch
 from unfog.evaluation.condition_worth import ALL, another_image, condition_worth
 from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, midpoints
 from unfog.evaluation.judge import Judge
-from unfog.evaluation.judged_kinds import JUDGED, average_precision, main_scores, score_condition
+from unfog.evaluation.judged_kinds import JUDGED, Retrieval, average_precision, main_scores, score_condition
 from unfog.values.columns import Column
 from unfog.values.condition_format import ConditionFormat, conditions_of, facts_of
 from unfog.values.condition_kinds import KINDS, ColumnFacts
 from unfog.values.image_format import ImageFormat, StoredValues
+from unfog.values.tokenizer import Tokenizer, learn_merges
 
 NAN = float("nan")
 
@@ -158,7 +159,100 @@ def test_average_precision_takes_equal_outputs_together():
 
 
 def test_every_kind_of_column_has_a_judge():
-    assert {"class", "number", "category", "several", "vector"} <= {*JUDGED} <= {*KINDS}
+    assert {"class", "number", "category", "several", "vector", "text"} <= {*JUDGED} <= {*KINDS}
+
+
+_COLOURS, _PLACES = ("black", "dark", "grey", "light", "white"), ("left", "middle", "right", "top", "bottom")
+_SQUARES = ImageFormat.of(1, "15x15")
+
+
+def captioned(count, seed, shuffled=False):
+    """Squares of a shade at a place, and their captions; two of the 25 pairs are in no set of an even seed."""
+    draw = np.random.default_rng(seed)
+    shade, place = draw.integers(0, 5, count), draw.integers(0, 5, count)
+    if seed % 2 == 0:
+        shade = np.where((shade == place) & (shade < 2), shade + 2, shade)
+    images = draw.integers(100, 140, (count, 1, 15, 15)).astype(np.uint8)
+    for image, s, (y, x) in zip(images, shade, np.array([[5, 0], [5, 5], [5, 10], [0, 5], [10, 5]])[place]):
+        image[0, y : y + 5, x : x + 5] = 60 * s
+    captions = [f"a {_COLOURS[s]} square at the {_PLACES[p]}" for s, p in zip(shade, place)]
+    if shuffled:
+        captions = [captions[i] for i in draw.permutation(count)]
+    captions[::20] = [""] * len(captions[::20])
+    return images, captions
+
+
+def caption_judge(captions, images):
+    tokenizer = Tokenizer(learn_merges(captions))
+    tokens = [tokenizer.encode(each) for each in captions]
+    length = max(map(len, tokens))
+
+    def values(texts):
+        encoded = [tokenizer.encode(each) for each in texts]
+        return np.array([[*each, *[-1] * (length - len(each))] for each in encoded])
+
+    facts = ColumnFacts("text", "text", tokenizer.merges, (float(tokenizer.vocabulary), float(length)))
+    judge = Judge.untrained((facts,), _SQUARES)
+    judge.train([(images, [values(captions)])])
+    return judge, facts, values
+
+
+@pytest.mark.slow
+def test_captions_are_found_by_images_and_shuffled_ones_are_not(monkeypatch):
+    monkeypatch.setattr("unfog.evaluation.judge._STEPS", (150, 150))
+    images, captions = captioned(600, 0)
+    judge, facts, values = caption_judge(captions, images)
+    again, _, _ = caption_judge(captions, images)
+    assert all(torch.equal(a, b) for a, b in zip(judge.weights().values(), again.weights().values(), strict=True))
+    reader = judge.reader(0)
+    kind = Retrieval(reader, facts, [values(captions)])
+    assert "23 captions to look for, of which chance finds 4.3% and 21.7%" in str(kind)
+    (own,), (others, told) = judge.read([images]), captioned(200, 1)
+    (output,) = judge.read([others])
+    first, five = score_condition(facts, (output, values(told)), (own, values(captions)), kind)
+    assert (first.measure, five.measure, first.n, first.n_real) == ("R@1", "R@5", 190, 570)
+    assert 0.5 < first.low < first.value <= first.high <= 1
+    assert five.value >= first.value > 0.8
+    assert first.shuffled < 0.12
+    assert (first.real > 0.9, first.obeyed) == (True, "yes")
+    # Pairs of words that the judge never saw together.
+    unseen = [i for i, each in enumerate(told) if each and each not in captions]
+    assert len({told[i] for i in unseen}) == 2
+    some = output[unseen], values([told[i] for i in unseen])
+    assert score_condition(facts, (some[0], some[1]), (own, values(captions)), kind)[1].value > 0.5
+    # Each image with the caption of another one teaches nothing.
+    images, captions = captioned(600, 0, shuffled=True)
+    judge, facts, values = caption_judge(captions, images)
+    kind = Retrieval(judge.reader(0), facts, [values(captions)])
+    (output,) = judge.read([others])
+    broken, _ = score_condition(facts, (output, values(told)), (output, values(told)), kind)
+    assert broken.low <= 1 / 23 * 1.5
+    assert broken.high < 0.2
+    assert broken.obeyed == "the judge cannot see it"
+
+
+def test_a_caption_is_looked_for_among_as_many_others_whether_it_is_one_of_them():
+    tokens = np.arange(150)[:, None] * np.ones(2, np.int64)
+    facts = ColumnFacts("text", "text", (), (256.0, 2.0))
+
+    class Exact(torch.nn.Module):  # the token is an angle on a circle
+        def forward(self, target):
+            embedding = torch.zeros(len(target), 64)
+            angle = target[:, 0] / 256 * 2 * math.pi
+            embedding[:, 0], embedding[:, 1] = angle.cos(), angle.sin()
+            return torch.cat([embedding, target], 1)
+
+    kind = Retrieval(Exact(), facts, [tokens, np.full((3, 2), -1)])
+    target = kind.target(facts, np.concatenate([tokens, np.full((1, 2), -1)]))
+    number = target[:150, -1]
+    assert sorted(number[number >= 0].tolist()) == [*range(100)]
+    assert target[150].isnan().all()
+    ones = torch.ones(1, 150, dtype=torch.float64)
+    assert kind.score("R@1", facts, target[:150, :-1], target[:150], ones).item() == 1
+    assert kind.score("R@5", facts, -target[:150, :-1], target[:150], ones).item() == 0
+    # Of outputs that say nothing, no image is found: equal scores count against it.
+    assert kind.score("R@5", facts, torch.ones(150, 64) * 0, target[:150], ones).item() == 0
+    assert Retrieval(Exact(), facts, [np.full((3, 2), -1)]).target(facts, tokens).shape == (150, 65)
 
 
 def test_the_worth_of_a_condition_is_what_the_loss_loses_without_it():
@@ -185,6 +279,7 @@ def test_the_worth_of_a_condition_is_what_the_loss_loses_without_it():
     assert sorted(other.tolist()) == [*range(12)]
     assert (age.shuffled, age.none) == (pytest.approx(float(apart.square().mean())), pytest.approx(100))
     assert age.shuffled_low < age.shuffled < age.shuffled_high
+    assert (age.loss_low, age.loss_high) == (0, 0)
     assert (place.shuffled, place.none, place.none_low) == (pytest.approx(float(apart.abs().mean())), None, None)
     assert (useless.shuffled, useless.none, useless.n, useless.loss) == (0, 0, 12, 0)
     assert everything.none == pytest.approx(107)

@@ -12,6 +12,8 @@ from PIL import Image
 
 from test_export import DIT, DOCS, UNET, drawn, latent_run, run_card_code, run_of
 from unfog.errors import RequestError
+from unfog.evaluation.condition_worth import ConditionWorth
+from unfog.evaluation.judged_kinds import ConditionScore
 from unfog.evaluation.metrics import MetricResult
 from unfog.inference.evaluation_files import Evaluation
 from unfog.inference.model_card import to_yaml
@@ -70,6 +72,33 @@ def test_the_front_matter_is_what_the_hub_reads_with_metrics_and_their_errors(tm
     assert "| fid | 3.25 | 0.125 | 3 to 3.5 | 1.5 | 5,000 | 1,100 | inception, resize clean |" in card.text
     assert "1,200, of which 100 were held out of training" in card.text
     assert "class 0 (700), class 1 (400), class 2" in card.text
+
+
+@pytest.mark.slow
+def test_the_card_has_whether_conditions_are_obeyed_and_what_they_are_worth(tmp_path):
+    run = run_of()
+    folder = on_disk(tmp_path, run) / "evaluations"
+    score = ConditionScore("text", "text", "R@1", 0.5, 0.4, 0.6, 100, 0.9, 0.8, 1.0, 50, 0.01, obeyed="partly")
+    worth = ConditionWorth("text", 0.25, 0.125, 0.1, 0.15, None, None, None, 8)
+    drawn = {"weights": "ema", "steps": 6}
+    Evaluation(7, drawn, [], obeys=[score], judge="of <b>captions</b>", worth=[worth]).write(
+        folder / "00000007-a.json", machine_key()
+    )
+    guided = replace(score, value=0.75)  # the export has no guide
+    Evaluation(7, {**drawn, "guide": "auto"}, [], obeys=[guided], judge="guided").write(
+        folder / "00000007-b.json", machine_key()
+    )
+    run.export(tmp_path / "out")
+    card = (tmp_path / "out/README.md").read_text()
+    assert "| text | R@1 | 0.5 | 0.4 to 0.6 | 0.9 (0.8 to 1) | 0.01 | 100 | partly |" in card
+    assert "| text | +0.125 | +0.1 to +0.15 | not trained |  |" in card
+    assert "of \\<b\\>captions" in card
+    assert "guided" not in card
+    edited = json.loads((folder / "00000007-a.json").read_text())
+    edited["obeys"][0]["value"] = "half"
+    (folder / "00000007-a.json").write_text(json.dumps(edited))
+    run.export(tmp_path / "again")
+    assert "R@1" not in (tmp_path / "again/README.md").read_text()
 
 
 @pytest.mark.slow

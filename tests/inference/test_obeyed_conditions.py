@@ -113,6 +113,29 @@ def test_a_damaged_judge_in_the_cache_is_trained_again(run, trained):
     assert all(torch.equal(a, b) for a, b in zip(before.real, again.real, strict=True))
 
 
+def test_captions_are_judged_by_retrieval_in_evaluations_and_while_a_run_trains(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "cache"))
+    images, conditions = shades()
+    captions = [f"the {half} is white" if i % 7 else "" for i, half in enumerate(conditions["half"])]
+    evaluate = {"every": 1, "metrics": ["obeys"], "samples": 12, "reference": 20, "metrics_every": 1, "best": "obeys"}
+    settings = TINY | {"sampler": {"steps": 2}, "data": {"held_out": 0.2}}
+    run = unfog.train(images, conditions={"text": captions}, out=tmp_path / "run", evaluate=evaluate, **settings)
+    record = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert 0 <= record["obeys_text"] <= 1
+    assert record["obeys_real"] > 0.9
+    found = run.evaluate(n=40, steps=2, metrics="obeys,worth")
+    assert [one.measure for one in found.obeys] == ["R@1", "R@5"]
+    assert found.obeys[0].n < 40  # without those that have no caption
+    assert "text: 2 captions to look for, of which chance finds 50.0% and 100.0%" in found.judge
+    assert [one.condition for one in found.worth] == ["text"]
+    assert found.worth[0].none is not None
+    with StopSignals() as stop:
+        dataset, _ = load_images(run.config, stop)
+    judge, pixels = ConditionJudge.open(run.config, dataset), dataset.train.pixels
+    right, _ = judge.score([pixels], dataset.train.columns)
+    assert (right.value > 0.9, right.obeyed) == (True, "yes")
+
+
 def test_runs_without_conditions_are_told_nothing_and_asked_for_it_refuse(tmp_path, capsys):
     images, _ = shades()
     run = unfog.train(images, out=tmp_path / "run", data={"held_out": 0.2}, evaluate=NEVER, **TINY)

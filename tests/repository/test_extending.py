@@ -37,7 +37,9 @@ def _registrations_end_with_the_test(monkeypatch):
         words.update(before.get(section, {}))
 
 
-@pytest.mark.parametrize("page", ["sampler", "weighting", "network", "image-source", "tracker", "checkpoint-entry"])
+@pytest.mark.parametrize(
+    "page", ["sampler", "weighting", "loss", "network", "image-source", "tracker", "checkpoint-entry"]
+)
 @pytest.mark.slow
 def test_the_code_of_a_page_works(page, tmp_path, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", (PAGES / f"{page}.md").read_text(), re.DOTALL)

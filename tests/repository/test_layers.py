@@ -131,3 +131,17 @@ def test_commands_import_no_torch_not_even_in_a_function():
     for place, tree in trees().items():
         if place.startswith("commands/"):
             assert "torch" not in _imports([*ast.walk(tree)]), place
+
+
+def test_modules_ask_the_representation_the_task_and_the_conditions():
+    texts = {f"unfog.{name}": path.read_text("utf-8") for name, path in modules().items()}
+    latents, autoencoder, values = (
+        [place for name, text in texts.items() for place in figures.asked(name, text, word)]
+        for word in (figures.LATENTS, figures.AUTOENCODER, figures.BYTES)
+    )
+    assert len(latents) <= 2, latents
+    assert len(autoencoder) <= 2, autoencoder
+    assert not values
+    labels = [name for name, text in texts.items() if figures.LABEL.search(text)]
+    assert len(labels) <= 40, labels
+    assert sum(len(figures.loops_of_losses(tree)) for tree in trees().values()) == 1

@@ -558,7 +558,7 @@ def test_a_save_that_goes_back_behind_broken_ones_is_not_rotated_away(whole, tmp
 
 def test_two_processes_do_not_share_a_run(tmp_path):
     folder = tmp_path / "run"
-    first = command("train", few_images(), "--out", folder, *changed(steps=200))
+    first = command("train", few_images(), "--out", folder, *changed(steps=3000))  # the signal ends it
     while not (folder / "heartbeat.json").exists() and first.poll() is None:
         time.sleep(0.005)
     assert f"another process ({first.pid} on " in finish(command("resume", folder), status=2)

@@ -321,6 +321,7 @@ FORCED = (
     "training.seed",
     "diffusion.weighting",
     "diffusion.adaptive",
+    "diffusion.loss",
     "ema",
     "data.background",
     "data.range",

@@ -70,6 +70,9 @@ def page(browser, address):
 def opened(page, address):
     page.goto(f"{address}#/draw")
     page.wait_for_selector(".controls button.accent", timeout=180_000)
+    # The page opens the newest drawing of the run, if there is one, once it has the list.
+    mine = f"{PLAYGROUND}.jobs.some((one) => String(one.run) === String({PLAYGROUND}.run))"
+    until(page, f"{PLAYGROUND}.about && ({PLAYGROUND}.job || !{mine})")
 
 
 def until(page, expression, seconds=120):
@@ -134,7 +137,7 @@ def test_every_step_is_seen_and_kept_and_time_can_be_scrubbed(page):
 @pytest.mark.exhaustive
 def test_a_drawing_is_cancelled_within_a_step(page):
     fill(page, "Steps", 1000)
-    fill(page, "Pictures", 1)
+    fill(page, "Pictures", 32)  # so that it lasts until the page shows it, even on a busy machine
     page.click(".controls button.accent")
     until(page, f"{STATE} === 'drawing' && {PLAYGROUND}.job.done > 2")
     done = page.evaluate(_CANCEL)
@@ -339,6 +342,7 @@ def test_copies_are_searched(page):
 
 @pytest.mark.exhaustive
 def test_the_page_recovers_from_a_killed_worker(page):
+    page.fill("#seed", "41")  # of no other test: what was drawn before needs no worker
     draw(page, Pictures=1, Steps=2)
     until(page, f"{PLAYGROUND}.about.worker.pid > 0")
     page.evaluate(f"{PLAYGROUND}.data.post('api/worker/stop', {{}})")  # not by the button, after which the page reloads
@@ -347,11 +351,13 @@ def test_the_page_recovers_from_a_killed_worker(page):
     until(page, f"{PLAYGROUND}.about.worker.pid > 0")
     pid = page.evaluate(f"{PLAYGROUND}.about.worker.pid")
     fill(page, "Steps", 900)
+    fill(page, "Pictures", 32)  # so that it lasts until the page shows it, even on a busy machine
     page.click(".controls button.accent")
     until(page, f"{STATE} === 'drawing' && {PLAYGROUND}.job.done > 1")
     os.kill(pid, signal.SIGKILL)
     page.wait_for_selector("[role=alert]:has-text('signal 9')")
     fill(page, "Steps", 3)
+    fill(page, "Pictures", 1)
     page.click("text=Draw again")
     until(page, f"{STATE} === 'done'")
     assert page.evaluate(f"{PLAYGROUND}.job.settings.steps") == 3

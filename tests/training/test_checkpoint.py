@@ -389,7 +389,7 @@ def test_best_only_ones_do_not_push_out_the_others(tmp_path):
     assert checkpoint.best_of(checkpoint.list_checkpoints(tmp_path)[0]).step == 8, (
         "only what was measured alike compares"
     )
-    rotation._remove_checkpoint(tmp_path / "00000008")
+    rotation.remove_checkpoint(tmp_path / "00000008")
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == [3, 6, 7]
     assert checkpoint.best_of(checkpoint.list_checkpoints(tmp_path)[0]).step == 7
 

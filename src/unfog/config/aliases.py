@@ -137,6 +137,7 @@ _DURATION = Advice(
     "--images or --steps",
     ("training.budget", "training.images", "training.steps"),
 )
+_LOSS = Advice("give --loss mse, l1 or pseudo-huber:c=0.03", ("diffusion.loss",))
 _INVERSE_SNR = Advice("give --weighting inverse-snr", ("diffusion.weighting",))
 _SHARDS = Advice("give the shards as SOURCE: unfog train 'https://host/set-{000..099}.tar'", ("data.cache",))
 _SEVERAL_GPUS = Advice("give torchrun --nproc-per-node 4 -m unfog train SOURCE; unfog docs distributed says more")
@@ -233,6 +234,7 @@ ADVICE = {
     **dict.fromkeys(("oom", "out_of_memory", "memory", "gpu_memory", "vram"), _MEMORY),
     **dict.fromkeys(("duration", "how_long", "length", "training_time"), _DURATION),
     "1/snr": _INVERSE_SNR,
+    **dict.fromkeys(("loss_type", "huber", "huber_c", "huber_loss", "l1_loss", "mse_loss", "smooth_l1"), _LOSS),
     **dict.fromkeys(("webdataset", "wds", "streaming"), _SHARDS),
     **dict.fromkeys(("ddp", "torchrun", "multi_gpu", "num_gpus", "distributed"), _SEVERAL_GPUS),
     **dict.fromkeys(("shuffle", "pin_memory", "drop_last", "persistent_workers", "prefetch_factor"), _LOADER),

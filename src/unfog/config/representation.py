@@ -43,6 +43,10 @@ class Representation(ABC):
     """Why bits per pixel cannot be measured; "" if they can."""
     one_size: ClassVar[str]
     """Reason why images of several sizes cannot be trained on, and what to do; "" if they can."""
+    pictures_only: ClassVar[str]
+    """Reason why only pictures of 8 bits can be trained on; "" if other values can."""
+    no_image_conditions: ClassVar[str]
+    """Reason why images cannot be conditions, and what to do; "" if they can."""
 
     @property
     @abstractmethod
@@ -132,7 +136,7 @@ class PixelSpace(Representation):
     name = "pixels"
     channels_from = "data.channels ="
     augmentable = True
-    one_size = ""
+    one_size = pictures_only = no_image_conditions = ""
     factor = 1
     problem = ""
     folders = ()
@@ -219,6 +223,8 @@ class LatentSpace(Representation):
     # A bound on latents says nothing about pixels: the autoencoder gives no density of them.
     no_bits = "bits are of pixels, and the network was trained on latents; held_out compares losses"
     one_size = "latents need images of one size; omit --aspect, or train on pixels: omit --autoencoder"
+    pictures_only = "autoencoders take pictures"
+    no_image_conditions = "the network sees latents; omit it, or train on pixels: omit --autoencoder"
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -202,7 +202,7 @@ class Config:
     @property
     def task(self) -> Task:
         """Task of the run: to train a diffusion model, or with `unfog train-autoencoder` an autoencoder."""
-        return AutoencoderTask() if self.autoencoder.factor else DiffusionTask()
+        return AutoencoderTask(self.autoencoder) if self.autoencoder.factor else DiffusionTask()
 
     @property
     def representation(self) -> Representation:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from unfog.custom import REGISTERED, is_own_choice
+from unfog.diffusion.losses.pixel_loss import PIXEL_LOSSES, CustomLoss
 from unfog.diffusion.noise import PATHS, SCHEDULES, Grid
 from unfog.diffusion.target import TARGETS
 from unfog.diffusion.weighting import WEIGHTINGS, CustomWeighting
@@ -200,6 +201,7 @@ _REGISTRIES = (
     _registry("schedule", SCHEDULES),
     _registry("target", TARGETS),
     _registry("weighting", (*WEIGHTINGS, CustomWeighting)),
+    _registry("loss", (*PIXEL_LOSSES, CustomLoss)),
     _registry("ema", EMA_SCHEDULES),
     _registry("optimizer", OPTIMIZERS),
     _registry("network", (*ARCHITECTURES, *FOREIGN_NETWORKS, CustomNetwork, GivenNetwork), auto=None, **SIZES),

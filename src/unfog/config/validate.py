@@ -126,15 +126,7 @@ def check_autoencoder(config: Config) -> int:
     Raises:
         RequestError: there is no such autoencoder, or it does not suit the images or their augmentation.
     """
-    if config.autoencoder.factor and config.data.wrapped:
-        raise RequestError(f"wrap = {config.data.wrap} is not for autoencoders, which pad with zeros; omit --wrap")
-    if config.autoencoder.factor and config.data.condition:
-        raise RequestError(
-            f"data.condition = {config.data.condition} is not for autoencoders, which learn images alone; give it to "
-            "unfog train --autoencoder"
-        )
-    if config.autoencoder.factor and not is_auto(config.data, "size"):
-        config.autoencoder.check(config.data.size)
+    config.task.check(config.data)
     return config.representation.check()
 
 

@@ -37,8 +37,8 @@ _open_literals: dict[Any, str] = {}
 def register(section: str) -> Callable[[T], T]:
     """Return a decorator that adds a part to a section, for command line, TOML and Python.
 
-    Sections are network, weighting, path, schedule, target, ema and optimizer, whose parts are frozen dataclasses with
-    defaults and a `kind`, and sampler, whose parts are functions (see `unfog.diffusion.steps.Step`).
+    Sections are network, weighting, loss, path, schedule, target, ema and optimizer, whose parts are frozen dataclasses
+    with defaults and a `kind`, and sampler, whose parts are functions (see `unfog.diffusion.steps.Step`).
     """
 
     def add(part: Any) -> Any:

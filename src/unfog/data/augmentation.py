@@ -137,7 +137,7 @@ class AugmentWithConditions:
     columns: tuple[ColumnFacts, ...]
 
     def __call__(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Augment images alone; see `Augment`."""
+        """Return the augmented images and their augmentation, without conditions that are images; see `Augment`."""
         return self.augment(pixels)
 
     def with_conditions(self, pixels: Tensor, conditions: Conditions) -> tuple[Tensor, Conditions]:
@@ -305,7 +305,7 @@ def _nearest(x: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
 
 
 def _resampled(x: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
-    """Return `_warp` without limits."""
+    """Return images [B, C, H, W] mapped as `_warp` does, without its limits of -1 and 1."""
     height, width = x.shape[2:]
     fine = _upsampling(height, x.device) @ x @ _upsampling(width, x.device).T
     points = _points(x, _fine(width, x.device), _fine(height, x.device), linear, shift)

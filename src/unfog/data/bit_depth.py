@@ -20,7 +20,7 @@ from PIL import Image
 
 from unfog.errors import RequestError
 from unfog.text import sanitize
-from unfog.values.axes import USUAL
+from unfog.values.arrays.axes import USUAL
 from unfog.values.image_format import to_pillow
 
 # Least and most value of an image.

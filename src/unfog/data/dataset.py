@@ -192,7 +192,7 @@ class ImageSet:
         labels = labels_of(columns)
         # Of a mapped file nothing is known before it is read, and an index out of range ends the process on CUDA.
         if labels is not None and len(labels) and not 0 <= labels.min() <= labels.max() < len(self.classes):
-            raise RequestError("a label is none of the classes: the pack is damaged (labels.npy); pack it again")
+            raise RequestError("the number of a class is out of range: the pack is damaged (labels.npy); pack it again")
         return columns
 
     def labels_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from unfog.data.outages import Outage
 from unfog.errors import RunError
+from unfog.files.positions import pread_into
 from unfog.files.safe_files import open_file, regular_file
 from unfog.text import sanitize
 
@@ -177,7 +178,7 @@ class FileRows:
     def _fill(self, out: memoryview, offset: int) -> None:
         done, file = 0, self._file  # kept open meanwhile
         while done < len(out):
-            part = os.preadv(file.fileno(), [out[done:]], offset + done)
+            part = pread_into(file.fileno(), out[done:], offset + done)
             if part == 0:
                 raise RunError(f"{sanitize(str(self._path))} is cut off; restore it, then repeat the command")
             done += part

@@ -251,7 +251,7 @@ class Scan:
 
 
 def _split_held_out(source: Source, settings: Data) -> tuple[NDArray[np.int64], int]:
-    """Return `Scan.split_held_out` of a source."""
+    """Return the order of the images of a source, and how many of them are for training; see `Scan.split_held_out`."""
     fraction, n = settings.held_out, len(source.names)
     if fraction == 0 or (source.held_out is None and n < MIN_TO_HOLD_OUT):
         return np.arange(n), n

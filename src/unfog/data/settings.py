@@ -13,6 +13,7 @@ from unfog.data.columns.image_setting import check_conditions_of_images, split_i
 from unfog.errors import RequestError
 from unfog.settings import AUTO, check_bounds, is_auto, setting
 from unfog.text import suggest
+from unfog.values.arrays.slices import AXIAL, Slices
 from unfog.values.columns import CLASS, name_problem
 from unfog.values.condition_kinds import KINDS
 from unfog.values.image_format import (
@@ -25,7 +26,6 @@ from unfog.values.image_format import (
     StoredValues,
     parse_size,
 )
-from unfog.values.slices import AXIAL, Slices
 from unfog.values.unknown import NONE, filler_of, mask_from_text
 from unfog.values.value_maps import maps_of, parse_maps
 

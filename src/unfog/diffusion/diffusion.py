@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from unfog.diffusion.losses.pixel_loss import PixelLoss, SquaredError
 from unfog.diffusion.noise import VE, VP, Cosine, Path, Schedule
 from unfog.diffusion.target import Eps, Target, V, invert
 from unfog.diffusion.weighting import Elbo, Plain, Uncertainty, Weighting
@@ -77,6 +78,16 @@ class Diffusion:
         see="docs/objectives.md",
     )
     """Share of the noise levels drawn by importance: more often where the loss is large, at less weight; try 0.5."""
+    loss: PixelLoss = setting(
+        SquaredError(),
+        short="loss",
+        resume="force",
+        added_later=True,
+        why="its minimum is the mean of all targets, which the samplers are derived from; that of l1 is the median",
+        paper="Ho et al. 2020 (mse); Charbonnier et al. 1997, Song and Dhariwal 2023 (pseudo-huber)",
+        see="docs/objectives.md",
+    )
+    """Error of each value of the network's output, which training averages: mse, l1, pseudo-huber, or your own."""
 
     def __post_init__(self) -> None:
         if not 1e-3 <= self.sigma_data <= 1e3:

@@ -1,4 +1,4 @@
-"""The training objective: the weighted squared error of the network's output at one random noise level per image.
+"""The training objective: the weighted error of the network's output, usually squared, at one random level per image.
 
 For an image x0, with a quantile u uniform in (0, 1) and noise eps ~ N(0, I):
 
@@ -9,6 +9,7 @@ For an image x0, with a quantile u uniform in (0, 1) and noise eps ~ N(0, I):
 
 `path` gives alpha and sigma, `target` gives a and b, `weighting` gives the weight. For eps prediction with plain
 weighting it is DDPM's loss (Ho et al. 2020, eq. 14), and with EDM's parts it is EDM's (Karras et al. 2022, eq. 8).
+`Diffusion.loss` may put another error in place of the square.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 from unfog.device.sharded_rng import draw_rows
 from unfog.diffusion.diffusion import Diffusion, Network
 from unfog.diffusion.loss_by_level import LossByLevel
+from unfog.diffusion.losses.pixel_loss import CustomLoss, PixelLoss, SquaredError
 from unfog.diffusion.variance import variational_bound
 from unfog.diffusion.weighting import Snr, Uncertainty
 from unfog.errors import RequestError
@@ -33,6 +35,8 @@ from unfog.values.conditions import NO_CONDITIONS, Conditions
 
 # Weight of the variational bound, in bits per dimension, beside the squared error (Nichol & Dhariwal 2021, eq. 16).
 _VLB_SHARE = 0.001
+# The usual error, to which the variance of the noise and all weightings refer.
+SQUARED = SquaredError()
 # Largest share of an image's pixels that `hides_more` hides, and the share of the images that it hides some of.
 _MOST_HIDDEN, _HIDDEN_FROM = 0.7, 0.7
 
@@ -47,13 +51,13 @@ class Loss(NamedTuple):
     null_loss: Tensor
     """float32 [B]: the expected loss of an output of 0 for an image of mean square 1."""
     error: Tensor | None = None
-    """float32 [B]: the squared error times `Diffusion.weight`, if `per_image` is more than that; else None."""
+    """float32 [B]: the error times `Diffusion.weight`, if `per_image` is more than that; else None."""
     importance: Tensor | None = None
     """float32 [B]: 1 / density of u, if it is not uniform; else None."""
 
     @property
     def measured(self) -> Tensor:
-        """The weighted squared error [B], comparable with `null_loss` and between steps."""
+        """The weighted error [B], comparable with `null_loss` and between steps."""
         return self.per_image if self.error is None else self.error
 
     def detached(self) -> Loss:
@@ -67,7 +71,7 @@ class Noised(NamedTuple):
     logsnr: Tensor
     """[B]."""
     weight: Tensor
-    """Weight of the squared error of the output, [B]."""
+    """Weight of the error of the output, [B]."""
     null_loss: Tensor
     """`Loss.null_loss`."""
     x_t: Tensor
@@ -88,24 +92,29 @@ def noised(diffusion: Diffusion, x0: Tensor, noise: Tensor, u: Tensor) -> Noised
     return Noised(logsnr, weight, null_loss, x_t, diffusion.network_input(x_t, logsnr), target)
 
 
-def weighted_error(weight: Tensor, y: Tensor, target: Tensor) -> Tensor:
-    """Return weight mean((y - target)^2), float32 [B]."""
-    return weight * _squared_error(y, target)
+def weighted_error(weight: Tensor, y: Tensor, target: Tensor, loss: PixelLoss = SQUARED) -> Tensor:
+    """Return weight mean(loss(y, target)), float32 [B]; for the squared error weight mean((y - target)^2)."""
+    return weight * _mean_error(loss, y, target)
 
 
-def _squared_error(y: Tensor, target: Tensor) -> Tensor:
-    """Return the mean squared error [B] of an output; float32 even under autocast, as the target is."""
-    return (y[:, : target.shape[1]] - target).square().mean((1, 2, 3))
+def _mean_error(loss: PixelLoss, y: Tensor, target: Tensor, known: Tensor | None = None) -> Tensor:
+    """Return the mean error [B] of an output; float32 even under autocast, as the target is.
+
+    With a mask `known` [B, C, H, W] it is the mean over the values alone that are known, 1 in it; 0 for none.
+    """
+    errors = loss(y[:, : target.shape[1]], target)
+    if known is None:
+        return errors.mean((1, 2, 3))
+    return errors.masked_fill(known == 0, 0.0).sum((1, 2, 3)) / known.sum((1, 2, 3)).clamp_min(1.0)
 
 
-def error_of_known(weight: Tensor, y: Tensor, target: Tensor, known: Tensor) -> Tensor:
-    """Return `weighted_error` over the values alone that are known, 1 in `known` [B, C, H, W]; 0 for none."""
-    return weight * _error_of_known(y, target, known)
-
-
-def _error_of_known(y: Tensor, target: Tensor, known: Tensor) -> Tensor:
-    squared = (y[:, : target.shape[1]] - target).square().masked_fill(known == 0, 0.0)
-    return squared.sum((1, 2, 3)) / known.sum((1, 2, 3)).clamp_min(1.0)
+def _null_loss(loss: PixelLoss, mixed: Noised) -> Tensor:
+    """Return `Loss.null_loss` of a loss: exact for the squared error, for others that of targets of equal size."""
+    if loss == SQUARED:
+        return mixed.null_loss
+    power = mixed.null_loss / mixed.weight.clamp_min(1e-30)
+    target = power.sqrt()[:, None, None, None].expand_as(mixed.target)
+    return mixed.weight * _mean_error(loss, torch.zeros_like(mixed.target), target)
 
 
 def split_unknown(x0: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +138,7 @@ def stratified(draws: Tensor, step: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Objective:
-    """Mean squared error on the network's output, weighted by noise level.
+    """Mean error of the network's output, weighted by noise level: squared, unless `diffusion.loss` is another.
 
     All randomness comes from torch's global generator of x0's device, in the order u, noise, dropout, dropout of
     each, hidden pixels.
@@ -155,7 +164,7 @@ class Objective:
     stratified: Callable[[Tensor, int], Tensor] = field(default=stratified, compare=False, repr=False)
     """The function of this name, or a compiled one; so are the next two."""
     noised: Callable[[Diffusion, Tensor, Tensor, Tensor], Noised] = field(default=noised, compare=False, repr=False)
-    weighted_error: Callable[[Tensor, Tensor, Tensor], Tensor] = field(
+    weighted_error: Callable[[Tensor, Tensor, Tensor, PixelLoss], Tensor] = field(
         default=weighted_error, compare=False, repr=False
     )
 
@@ -187,10 +196,9 @@ class Objective:
         noise = draw_rows(len(x0), lambda n: _normal_like(x0, n)) if noise is None else noise
         conditions = self._hide_pixels(self._hide_some(conditions, x0), x0)
 
-        logsnr, weight, null_loss, x_t, inputs, target = self.noised(self.diffusion, x0, noise, u)
-        y = network(*inputs, conditions)
-        known = conditions.known
-        error = self.weighted_error(weight, y, target) if known is None else error_of_known(weight, y, target, known)
+        mixed = self.noised(self.diffusion, x0, noise, u)
+        y = network(*mixed.inputs, conditions)
+        error = self._error(mixed, y, conditions.known)
 
         loss = error
         if self.levels is not None and isinstance(self.diffusion.weighting, Uncertainty):
@@ -198,10 +206,20 @@ class Objective:
         if self.diffusion.learned_variance:
             # Times T, as a mean over u stands for a sum over timesteps.
             share = _VLB_SHARE * self.diffusion.schedule.steps / math.log(2)
-            loss = loss + share * variational_bound(self.diffusion, y, x0, x_t, logsnr)
+            loss = loss + share * variational_bound(self.diffusion, y, x0, mixed.x_t, mixed.logsnr)
         if importance is not None:
             loss = loss * importance
+        null_loss = _null_loss(self.diffusion.loss, mixed)
         return Loss(loss, u, null_loss, None if loss is error else error.detach(), importance)
+
+    def _error(self, mixed: Noised, y: Tensor, known: Tensor | None) -> Tensor:
+        """Return the weighted error [B] of an output; of the known values alone if there is a mask."""
+        loss = self.diffusion.loss
+        if known is not None:
+            return mixed.weight * _mean_error(loss, y, mixed.target, known)
+        # People's own code runs as it is.
+        weighted = weighted_error if isinstance(loss, CustomLoss) else self.weighted_error
+        return weighted(mixed.weight, y, mixed.target, loss)
 
     def _with_known(self, x0: Tensor, conditions: Conditions) -> tuple[Tensor, Conditions]:
         """Return the images with 0 where they are unknown, and the conditions with the mask of what is known."""
@@ -244,15 +262,17 @@ class Objective:
         """Compute the loss at given noise levels [B] and noise, for held-out images: draws nothing, hides nothing.
 
         Returns:
-            The weighted loss, and the mean squared error of the noise that the output implies; float32 [B].
+            The weighted loss, by `diffusion.loss`, and the mean squared error of the noise that the output implies;
+            float32 [B].
         """
         x0, conditions = self._with_known(x0, conditions)
         inputs = self.diffusion.network_input(self.diffusion.add_noise(x0, noise, logsnr), logsnr)
         y, target = network(*inputs, conditions), self.diffusion.network_target(x0, noise, logsnr)
-        known = conditions.known
-        error = _squared_error(y, target) if known is None else _error_of_known(y, target, known)
+        squared = _mean_error(SQUARED, y, target, conditions.known)
+        loss = self.diffusion.loss
+        error = squared if loss == SQUARED else _mean_error(loss, y, target, conditions.known)
         on_noise = replace(self.diffusion, weighting=Snr())  # SNR on the image's error is 1 on the noise's
-        return self.diffusion.weight(logsnr) * error, on_noise.weight(logsnr) * error
+        return self.diffusion.weight(logsnr) * error, on_noise.weight(logsnr) * squared
 
 
 def _normal_like(x: Tensor, count: int) -> Tensor:

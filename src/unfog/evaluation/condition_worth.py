@@ -41,6 +41,9 @@ class ConditionWorth:
     none_high: float | None
     n: int
     """Held-out images."""
+    loss_low: float | None = None
+    """95% interval of `loss` itself, which is far wider than those of the differences."""
+    loss_high: float | None = None
 
 
 def condition_worth(
@@ -75,12 +78,14 @@ def condition_worth(
         return own.losses(loss_at, batch, progress=progress)[0]
 
     right, worth = losses(told), list[ConditionWorth]()
+    own, *ends_of_own = _difference(right, torch.zeros_like(right))
+    assert own is not None
     for name, spans in _groups(places):
         shuffled = _difference(losses(told.taking(spans, other)), right)
         without: _Difference = (None, None, None)
         if trained_without(name):
             without = _difference(losses(told.taking(spans, hidden)), right)
-        found = ConditionWorth(name, float(right.mean()), *shuffled, *without, held_out.images)
+        found = ConditionWorth(name, own, *shuffled, *without, held_out.images, *ends_of_own)
         worth.append(found)
     return worth
 

@@ -44,8 +44,9 @@ class _Network(nn.Module):
     mean: Tensor
     deviation: Tensor
 
-    def __init__(self, channels: int, grid: tuple[int, int], outputs: int):
+    def __init__(self, channels: int, grid: tuple[int, int], facts: Sequence[ColumnFacts]):
         super().__init__()
+        outputs = sum(JUDGED[one.kind].outputs(one) for one in facts)
         self.grid = grid
         self.register_buffer("mean", torch.zeros(channels, 1, 1))
         self.register_buffer("deviation", torch.ones(channels, 1, 1))
@@ -59,6 +60,9 @@ class _Network(nn.Module):
         self.body = nn.Sequential(*layers, nn.AdaptiveAvgPool2d((places[0], places[1])), nn.Flatten(), nn.Dropout(0.1))
         self.hidden = nn.Linear(widths[-1] * places[0] * places[1], 4 * _WIDTH)
         self.last = nn.Linear(4 * _WIDTH, outputs)
+        # By number, as a name of a column may be none of a module.
+        readers = {f"{i}": JUDGED[one.kind].reader(one) for i, one in enumerate(facts)}
+        self.readers = nn.ModuleDict({name: one for name, one in readers.items() if one is not None})
 
     def scale(self, x0: Tensor) -> Tensor:
         """Return model values of any size, scaled to the grid by means of those that are known; NaN without any."""
@@ -93,7 +97,7 @@ class Judge:
         grid = max(1, round(height * scale)), max(1, round(width * scale))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            network = _Network(format.channels, grid, sum(JUDGED[one.kind].outputs(one) for one in facts))
+            network = _Network(format.channels, grid, facts)
         return cls(tuple(facts), format, network.eval())
 
     @property
@@ -109,6 +113,10 @@ class Judge:
     def images_seen(self, count: int) -> int:
         """Return how many images its training on `count` ones passes through the network."""
         return _steps(count) * min(_BATCH, count)
+
+    def reader(self, column: int) -> nn.Module | None:
+        """Return the network that reads the values of a column, if its kind has one: see `JudgedKind.reader`."""
+        return dict(self.network.readers.items()).get(f"{column}")
 
     def weights(self) -> dict[str, Tensor]:
         """Return its tensors by name, to store."""
@@ -178,10 +186,12 @@ class Judge:
 
     def _loss(self, outputs: Tensor, targets: Sequence[Tensor]) -> Tensor:
         total = outputs.sum() * 0.0
-        for one, output, target in zip(self.facts, self._split(outputs), targets, strict=True):
+        for i, (one, output, target) in enumerate(zip(self.facts, self._split(outputs), targets, strict=True)):
             known = target.isfinite().all(1)
             if known.any():
-                total = total + JUDGED[one.kind].loss(output[known], target[known])
+                reader = self.reader(i)
+                read = target[known] if reader is None else reader(target[known])
+                total = total + JUDGED[one.kind].loss(output[known], read)
         return total
 
     def _split(self, outputs: Tensor) -> tuple[Tensor, ...]:

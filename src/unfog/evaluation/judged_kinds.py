@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unfog.evaluation.metrics import wilson_interval
@@ -23,6 +23,12 @@ from unfog.values.condition_kinds import ColumnFacts, kind_of
 FEWEST = 10
 """Fewest images with a known value that are scored."""
 ACCURACY, ERROR, R2, PRECISION = "accuracy", "error", "R2", "average precision"
+R1, R5 = "R@1", "R@5"
+CANDIDATES = 100
+"""Captions among which that of an image is looked for."""
+_SHARES = (ACCURACY, R1, R5)  # of images, whose interval is Wilson's
+_EMBEDDING = 64  # numbers of an image and of a caption that are compared
+_SHARPNESS = 10.0  # factor on their cosine in the loss
 _DRAWS = 400  # of the bootstrap
 _SHUFFLES = 20  # whose mean is the score of shuffled conditions
 _VALUES = 2**28  # weighted values that a bootstrap may compute; fewer draws for more images or categories
@@ -38,7 +44,7 @@ class ConditionScore:
     condition: str
     kind: str
     measure: str
-    """Accuracy, error (root mean square, in the units of the source), R2 or average precision."""
+    """Accuracy, error (root mean square, in the units of the source), R2, average precision, R@1 or R@5."""
     value: float
     low: float
     high: float
@@ -70,8 +76,12 @@ class JudgedKind:
         """Return values [N, …] of a column as float32 [N, T] to train on and to score with; NaN where not known."""
         raise NotImplementedError
 
+    def reader(self, facts: ColumnFacts) -> nn.Module | None:
+        """Return a network, trained with the judge, of targets: outputs are compared with what it makes of them."""
+        return None
+
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean loss of outputs [N, K] for targets [N, T], all of them known."""
+        """Return the mean loss of outputs [N, K] for targets [N, T], all known, or for what `reader` makes of them."""
         raise NotImplementedError
 
     def score(self, measure: str, facts: ColumnFacts, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
@@ -158,25 +168,118 @@ def average_precision(output: Tensor, present: Tensor, weights: Tensor) -> Tenso
     return mean.masked_fill((total <= 0) | (total >= weights.sum(1)), math.nan)
 
 
+class _CaptionReader(nn.Module):
+    """Tokens [N, L], -1 after the end -> an embedding of unit length, and the tokens again, [N, D + L]."""
+
+    def __init__(self, vocabulary: int):
+        super().__init__()
+        self.words = nn.Embedding(vocabulary + 1, _EMBEDDING)  # the last for "after the end"
+        self.pairs = nn.Conv1d(_EMBEDDING, _EMBEDDING, 3, padding=1)  # of neighbours, as their order may matter
+        self.last = nn.Linear(2 * _EMBEDDING, _EMBEDDING)
+
+    def forward(self, target: Tensor) -> Tensor:
+        tokens, there = target.long(), (target >= 0)[:, :, None]
+        words = self.words(tokens.where(tokens >= 0, self.words.num_embeddings - 1)) * there
+        pairs = F.relu(self.pairs(words.transpose(1, 2)).transpose(1, 2))
+        mean = (torch.cat([words, pairs], 2) * there).sum(1) / there.sum(1).clamp(min=1)
+        return torch.cat([F.normalize(self.last(mean)), target], 1)
+
+
+class _Captions(JudgedKind):
+    """Captions. Images and captions are mapped to vectors, which are near to each other if they belong together."""
+
+    measures = (R1, R5)
+
+    def outputs(self, facts: ColumnFacts) -> int:
+        return _EMBEDDING
+
+    def target(self, facts: ColumnFacts, values: NDArray[Any]) -> Tensor:
+        first = kind_of(facts.kind).pick(values, None)
+        tokens = torch.from_numpy(np.asarray(first, np.float32))
+        return tokens.masked_fill(tokens[:, :1] < 0, math.nan)
+
+    def reader(self, facts: ColumnFacts) -> nn.Module | None:
+        return _CaptionReader(int(facts.statistics[0]))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        embedding, tokens = target[:, :_EMBEDDING], target[:, _EMBEDDING:]
+        scores = _SHARPNESS * F.normalize(output) @ embedding.T
+        # Images of one caption belong to it alike.
+        same = (tokens[:, None] == tokens[None]).all(2).float()
+        right = same / same.sum(1, keepdim=True)
+        return (F.cross_entropy(scores, right) + F.cross_entropy(scores.T, right)) / 2
+
+
+class Retrieval(_Captions):
+    """Scores of captions: the share of images whose own caption is among the 1 or 5 nearest of up to `CANDIDATES`.
+
+    Args:
+        reader: of a trained judge.
+        facts: of its column.
+        captions: tokens of sets of images, [N, L] or [N, K, L], from which the others are drawn from a fixed seed.
+    """
+
+    def __init__(self, reader: nn.Module, facts: ColumnFacts, captions: Sequence[NDArray[Any]]) -> None:
+        self._reader = reader
+        known = torch.cat([super(Retrieval, self).target(facts, each) for each in captions])
+        different = np.unique(known[known.isfinite().all(1)].numpy(), axis=0)
+        chosen = np.random.default_rng(0).permutation(len(different))[:CANDIDATES]
+        self._tokens = torch.from_numpy(different[chosen])
+        self._others = self._embed(self._tokens)
+
+    def __str__(self) -> str:
+        count = len(self._tokens)
+        if not count:
+            return "no captions to look for"
+        return f"{count} captions to look for, of which chance finds {1 / count:.1%} and {min(1, 5 / count):.1%}"
+
+    @torch.inference_mode()
+    def _embed(self, tokens: Tensor) -> Tensor:
+        embedding: Tensor = self._reader(tokens)[:, :_EMBEDDING]
+        return embedding.clone()
+
+    def target(self, facts: ColumnFacts, values: NDArray[Any]) -> Tensor:
+        """Return embeddings, and last the number of the caption among the candidates, -1 for another one."""
+        tokens = super().target(facts, values)
+        known = tokens.isfinite().all(1)
+        equal = (tokens[:, None] == self._tokens[None]).all(2)
+        number = torch.where(equal.any(1), equal.float().argmax(1) if equal.shape[1] else -1, -1)
+        found = torch.cat([self._embed(tokens.nan_to_num(-1)), number[:, None].float()], 1)
+        return found.masked_fill(~known[:, None], math.nan)
+
+    def score(self, measure: str, facts: ColumnFacts, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+        images, number = F.normalize(output), target[:, -1].long()
+        own, others = (images * target[:, :-1]).sum(1), images @ self._others.T
+        # The caption itself is left out of the others, or else the last, so that there are equally many.
+        place = torch.arange(others.shape[1])
+        others = others.masked_fill(place == torch.where(number < 0, others.shape[1] - 1, number)[:, None], -math.inf)
+        before = (others >= own[:, None]).sum(1)
+        return weights @ (before < (1 if measure == R1 else 5)).double() / weights.sum(1)
+
+
 JUDGED: dict[str, JudgedKind] = {
     "class": _OneOfSeveral(),
     "category": _OneOfSeveral(),
     "number": _Number(),
     "several": _AnyOfSeveral(),
     "vector": _Numbers(),
+    "text": _Captions(),
 }
 
 
 def score_condition(
-    facts: ColumnFacts, samples: tuple[Tensor, NDArray[Any]], real: tuple[Tensor, NDArray[Any]]
+    facts: ColumnFacts,
+    samples: tuple[Tensor, NDArray[Any]],
+    real: tuple[Tensor, NDArray[Any]],
+    kind: JudgedKind | None = None,
 ) -> list[ConditionScore]:
     """Return the scores of a condition; [] if too few samples were given a value.
 
     A measure without a value is left out, such as R2 of samples that were all asked for the same number.
     `samples` and `real` are outputs of the judge [N, K] and values [N, …] of the column: those that were asked, and
-    those of real images. All is computed from fixed seeds.
+    those of real images. Captions need a `Retrieval` as their `kind`. All is computed from fixed seeds.
     """
-    kind, found = JUDGED[facts.kind], list[ConditionScore]()
+    kind, found = kind or JUDGED[facts.kind], list[ConditionScore]()
     output, target = _known(kind, facts, *samples)
     real_output, real_target = _known(kind, facts, *real)
     if len(target) < FEWEST:
@@ -227,8 +330,9 @@ def _with_interval(
     """Return a score with its 95% interval: Wilson's for a share of images, else of the bootstrap over images."""
     n = len(target)
     value = float(kind.score(measure, facts, output, target, torch.ones(1, n, dtype=torch.float64)))
-    if measure == ACCURACY:
-        return value, *wilson_interval(value, n)
+    if measure in _SHARES:
+        low, high = wilson_interval(value, n)
+        return value, min(low, value), max(high, value)  # of 0 and 1 they are off by rounding
     draws = max(_FEWEST_DRAWS, min(_DRAWS, _VALUES // (n * target.shape[1])))
     chosen = torch.randint(n, (draws, n), generator=torch.Generator().manual_seed(0))
     weights = torch.zeros(draws, n, dtype=torch.float64).scatter_add_(1, chosen, torch.ones(draws, n).double())

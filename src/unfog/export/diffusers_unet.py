@@ -2,7 +2,7 @@
 
 Configuration and weights are only renamed; settings without an equivalent raise errors. Nothing here imports diffusers:
 the caller runs `UNet2DModel(**config).load_state_dict(state)`. `num_class_embeds` is our `num_classes + 1`, as the null
-class has the last row; an exported network therefore always needs labels, and the label `num_classes` means none.
+class has the last row; an exported network therefore always needs labels, and `num_classes` hides the class.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Network(NamedTuple):
             config: keys left out have diffusers' defaults.
             state: in the names that diffusers saves, or saved before its version 0.11.
             null_class: True if the last row of a class embedding is the null class, as in exports of Unfog. False adds
-                one: the mean of all rows, from which label dropout then trains it.
+                one: the mean of all rows, from which training with hidden classes then goes on.
 
         RequestError if the configuration or a weight has no equivalent.
         """

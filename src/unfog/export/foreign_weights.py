@@ -231,7 +231,7 @@ def _edm(weights: Weights, others: Weights) -> ForeignModel:
             name = re.sub(r"^dec\.0_aux_(norm|conv)\.", r"out_\1.", name)
             state[re.sub(r"(aux_residual)\.", r"\1.conv.", name)] = tensor
     if classes:
-        # A label is a vector with a single 1, scaled by EDM in Song's networks; no class is the zero vector.
+        # A class is a vector with a single 1, scaled by EDM in Song's networks; a hidden class is the zero vector.
         rows = named["map_label.weight"].float().T * (1.0 if adm else classes**0.5)
         rows = torch.cat([rows, torch.zeros(1, rows.shape[1])])
         state["class_embedding.weight"] = rows + named.get("map_label.bias", torch.zeros(())).float()
@@ -252,7 +252,7 @@ def _edm2(weights: Weights, others: Weights) -> ForeignModel:
     if "emb_label.weight" in named:
         table = named["emb_label.weight"].float()
         classes = table.shape[1]
-        # The rows are normalised over the classes, and a label is a vector of length sqrt(classes).
+        # The rows are normalised over the classes, and a class is a vector of length sqrt(classes).
         rms = table.square().mean(dim=1, keepdim=True).sqrt()
         rows = (table / (rms + 1e-4)).T
         state["class_embedding.weight"] = torch.cat([rows, torch.zeros(1, rows.shape[1])])

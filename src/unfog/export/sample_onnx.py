@@ -11,7 +11,7 @@ import numpy as np
 def load(folder):
     import onnxruntime
 
-    model = json.loads((Path(folder) / "model.json").read_text())
+    model = json.loads((Path(folder) / "model.json").read_text(encoding="utf-8"))
     return model, {path.stem: onnxruntime.InferenceSession(str(path)) for path in Path(folder).glob("*.onnx")}
 
 

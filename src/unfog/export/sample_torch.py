@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 
 def load(folder):
-    model = json.loads((Path(folder) / "model.json").read_text())
+    model = json.loads((Path(folder) / "model.json").read_text(encoding="utf-8"))
     if (Path(folder) / "model.pt2").exists():
         return model, torch.export.load(f"{folder}/model.pt2").module()
     network = runpy.run_path(f"{folder}/network.py")["build"](model)

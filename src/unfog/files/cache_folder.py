@@ -109,7 +109,7 @@ def cache_folder() -> Path:
             folder = _temporary_folder()
         if not _can_exist(folder):
             folder = _temporary_folder()
-    if os.name != "nt" and folder not in _trusted:
+    if hasattr(os, "getuid") and folder not in _trusted:
         _check_trusted(folder, named=bool(chosen))
         if folder.is_dir():
             _trusted.add(folder)
@@ -148,7 +148,7 @@ def _can_exist(folder: Path) -> bool:
 
 def _temporary_folder() -> Path:
     """Make and return this user's folder among the temporary files, which nobody else may read or write."""
-    folder = Path(tempfile.gettempdir()) / (f"unfog-{os.getuid()}" if os.name != "nt" else "unfog-cache")
+    folder = Path(tempfile.gettempdir()) / (f"unfog-{os.getuid()}" if hasattr(os, "getuid") else "unfog-cache")
     with suppress(OSError):
         folder.mkdir(mode=0o700)
     return folder
@@ -195,7 +195,7 @@ def is_private(folder: Path) -> bool:
 
     Also true of a folder that its group may write if the group is this user's own, as some systems set it up.
     """
-    if os.name == "nt":
+    if not hasattr(os, "getuid"):
         return True
     if not stat.S_ISDIR(folder.lstat().st_mode):
         return False

@@ -23,6 +23,13 @@ from typing import BinaryIO
 
 from unfog.files.safe_files import open_file, read_file, remove
 
+try:
+    import fcntl as _fcntl  # noqa: F401
+
+    _HAS_FLOCK = True
+except ImportError:  # Windows
+    _HAS_FLOCK = False
+
 LOCK = ".lock"  # file in a locked folder; one that a killed process left behind locks nothing
 
 _TRIES = 100
@@ -65,8 +72,8 @@ def lock_alone(path: Path) -> Iterator[bool]:
 
     Yields False if another process has locked it, or if locks do not work, so that it is unknown.
     """
-    if sys.platform == "win32":
-        yield True  # no file that is open can be removed there
+    if not _HAS_FLOCK:
+        yield True  # Windows, where no file that is open can be removed
         return
     try:
         file, _, granted = lock_file(path)
@@ -92,7 +99,7 @@ def lock_shared(path: Path) -> int:
         except PermissionError:  # of another user
             file = open_file(path, "rb", path.parent)
         with file:
-            if sys.platform != "win32":
+            if _HAS_FLOCK:
                 import fcntl
 
                 try:
@@ -386,7 +393,7 @@ def lock_of(folder: Path) -> Iterator[FolderLock]:
     """
     # The lock is on a file in it: a lock on a folder of NFS is not seen by other machines.
     path = folder / LOCK
-    if sys.platform == "win32":
+    if not _HAS_FLOCK:  # the heartbeat of a run shows that another process trains in it
         yield FolderLock(path, None, True)
         return
     try:

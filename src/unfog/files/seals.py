@@ -32,7 +32,7 @@ def stored_key(name: str) -> tuple[bytes | None, str]:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_once(file, secrets.token_hex(DIGITS // 2).encode(), file.parent)
         key = read_file(file, file.parent, DIGITS)
-        if os.name != "nt" and os.lstat(file).st_mode & 0o077:  # Windows has no such permissions
+        if hasattr(os, "getuid") and os.lstat(file).st_mode & 0o077:  # Windows has no such permissions
             return None, f"others may read the key {file}: chmod 600 it"
     except (OSError, RuntimeError, ValueError) as error:
         return None, f"the key {file} cannot be kept ({getattr(error, 'strerror', None) or error})"

@@ -44,7 +44,7 @@ _USUAL_N = {_LOSS: 512, "kid": 1000, "fid": 10_000, "fd": 1000, "sliced": 1000}
 
 
 class WidthResult(NamedTuple):
-    """Metric of one EMA width."""
+    """An EMA width, and the metric of the weights with it."""
 
     width: float
     value: float

@@ -132,21 +132,24 @@ class Evaluation:
             + ", ".join(f"{name} {value}" for name, value in self.drawn.items()),
             *(align_columns([_TABLE_HEAD, *map(_table_row, self.measured)]) if self.measured else []),
             *(f"{', '.join(names)}: {note}" for note, names in notes.items()),
-            *self._condition_lines(),
+            *(line for said, rows in self.condition_tables() for line in (said, *align_columns(rows))),
             *(f"copies, by {one['by']}: {one['evidence']}" for one in self.copies),
         ]
 
-    def _condition_lines(self) -> list[str]:
-        """Return the tables of `obeys` and `worth`; [] for a run without conditions."""
-        lines = list[str]()
+    def condition_tables(self) -> list[tuple[str, list[tuple[str, ...]]]]:
+        """Return `obeys` and `worth`, each as a sentence and rows, the heads first; [] for a run without conditions."""
+        tables = list[tuple[str, list[tuple[str, ...]]]]()
         if self.judge:
-            rows = [_OBEYS_HEAD, *map(_obeys_row, self.obeys)]
-            lines += [f"Samples and what was asked, by a judge: {self.judge}", *align_columns(rows)]
+            said = f"Samples and what was asked, by a judge: {self.judge}"
+            tables.append((said, [_OBEYS_HEAD, *map(_obeys_row, self.obeys)]))
         if self.worth:
             one = self.worth[0]
-            said = f"Rise of the held-out loss, {one.loss:.4g} of {one.n:,} images, with conditions of others or none"
-            lines += [said, *align_columns([_WORTH_HEAD, *map(_worth_row, self.worth)])]
-        return lines
+            known = one.loss_low is not None and one.loss_high is not None
+            within = f" ({one.loss_low:.4g} to {one.loss_high:.4g})" * known
+            loss = f"{one.loss:.4g}{within} of {one.n:,} images"
+            said = f"Rise of the held-out loss, {loss}, with conditions of others or none"
+            tables.append((said, [_WORTH_HEAD, *map(_worth_row, self.worth)]))
+        return tables
 
     def write(self, path: Path, key: bytes) -> None:
         """Write the file with a seal, by which `read` knows what was measured with the same key."""

@@ -37,13 +37,13 @@ from unfog.inference.exports.conditions import (
 )
 from unfog.inference.exports.description import describe_denoiser, describe_model
 from unfog.inference.exports.diffusers import draw_samples, plain_weights, save_weights, write_pipeline
+from unfog.inference.exports.hub import Repository
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.model_card import GRID, CardSettings, model_card
 from unfog.models.autoencoder_settings import CONFIG, OURS
 from unfog.models.network_settings import CustomNetwork
 from unfog.pipeline.generate import GenerationSettings, sample_grid
 from unfog.pipeline.latents import open_run_autoencoder
-from unfog.process.hub import Repository
 from unfog.reporting.image_grids import Pixels, save_png
 from unfog.reporting.progress import say
 from unfog.text import sanitize

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from unfog._version import __version__
@@ -124,7 +126,7 @@ def _training(run: LoadedRun) -> list[tuple[str, str]]:
     config, training = run.config, run.config.training
     parameters = sum(p.numel() for p in run.network.parameters())
     diffusion = config.diffusion
-    parts = {name: getattr(diffusion, name) for name in ("path", "schedule", "target", "weighting")}
+    parts = {name: getattr(diffusion, name) for name in ("path", "schedule", "target", "weighting", "loss")}
     started = source_name(config.init.folder) if config.init.folder else ""
     rows = {
         "network": f"{format_spec(config.network)}, {parameters / 1e6:.2f}M parameters",
@@ -164,10 +166,14 @@ def _evaluations(run: LoadedRun) -> list[tuple[Evaluation, bool]]:
             if _valid(one) and (one.metric, one.features) not in seen and not (guided and one.drawn)
         ]
         seen.update((one.metric, one.features) for one in new)
-        if new:
-            said = ([], "") if guided else (evaluation.copies, evaluation.verdict)
-            here = Evaluation.read(path, machine_key()) is not None
-            found.append((Evaluation(evaluation.step, evaluation.drawn, new, *said), here))
+        judged = bool(evaluation.obeys) and not guided and not any(one.judge for one, _ in found)
+        valued = bool(evaluation.worth) and not any(one.worth for one, _ in found)
+        if new or judged or valued:
+            said = Evaluation(evaluation.step, evaluation.drawn, new)
+            said = said if guided else replace(said, copies=evaluation.copies, verdict=evaluation.verdict)
+            said = replace(said, obeys=evaluation.obeys, judge=evaluation.judge) if judged else said
+            said = replace(said, worth=evaluation.worth) if valued else said
+            found.append((said, Evaluation.read(path, machine_key()) is not None))
     return found
 
 
@@ -190,13 +196,24 @@ def _metrics_section(evaluations: Sequence[tuple[Evaluation, bool]]) -> str:
         how = ", ".join(f"{name} {sanitize(str(value))}" for name, value in one.drawn.items() if name != "reference")
         texts += [
             _escaped(sanitize(one.verdict)),
-            _table(head, rows),
+            _table(head, rows) if rows else "",
+            *_condition_tables(one),
             f"Samples: {_escaped(how)}.",
             "" if here else "These values came with the run; the machine that wrote this card has not measured them.",
             f"Copies of training images, {_escaped(sanitize(copies))}." if copies else "",
         ]
     note = "*Real images* is the value that other real images reach. Errors are from the sampling of images."
     return "\n\n".join(["## Metrics", *filter(None, texts), note])
+
+
+def _condition_tables(evaluation: Evaluation) -> list[str]:
+    """Return the tables on conditions as Markdown; [] if somebody has edited values into ones of another type."""
+    texts = list[str]()
+    with suppress(TypeError, ValueError, AttributeError):
+        for said, rows in evaluation.condition_tables():
+            shown = [[sanitize(cell) for cell in row] for row in rows]
+            texts.append(f"{_escaped(sanitize(said))}\n\n{_table(shown[0], shown[1:])}")
+    return texts
 
 
 def _metric_row(one: MetricResult) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from unfog.evaluation.condition_worth import ALL, ConditionWorth, condition_wort
 from unfog.evaluation.features import PixelSource
 from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, LossAt
 from unfog.evaluation.judge import VERSION, Batch, Judge
-from unfog.evaluation.judged_kinds import JUDGED, ConditionScore, score_condition
+from unfog.evaluation.judged_kinds import JUDGED, ConditionScore, JudgedKind, Retrieval, score_condition
 from unfog.files.cache_folder import cache_folder, hold, make_room, release
 from unfog.files.safe_files import tensor_file, write_atomic
 from unfog.reporting.progress import Progress, plural
@@ -60,6 +60,8 @@ class ConditionJudge:
     """Outputs for each column, [N, K] each."""
     real_values: list[NDArray[np.generic]]
     """Values of each column of the same images, [N, …] each."""
+    kinds: list[JudgedKind]
+    """The scores of each column."""
     description: str
 
     @classmethod
@@ -81,18 +83,31 @@ class ConditionJudge:
         parts += [f"{plural(len(kept), 'training image')} that it was not trained on"] * bool(len(kept))
         trained = f"{plural(len(rows), 'training image')} at {judge.grid[1]}x{judge.grid[0]}"
         said = f"a small network trained on {trained}; real images: {' and '.join(parts)}"
+        kinds = [_kind(judge, i, dataset) for i in range(len(columns))]
+        said += "".join(f"; {one.name}: {kind}" for one, kind in zip(columns, kinds) if isinstance(kind, Retrieval))
         if others := [one.name for one in config.conditions.facts if one not in columns]:
             said += f"; without a judge: {', '.join(others)}"
         read = [torch.cat(each) for each in zip(*outputs)]
-        return cls(judge, columns, read, [np.concatenate(each) for each in zip(*values)], said)
+        return cls(judge, columns, read, [np.concatenate(each) for each in zip(*values)], kinds, said)
 
     def score(self, samples: Iterable[NDArray[np.generic]], given: Mapping[str, Column]) -> list[ConditionScore]:
         """Return the scores of samples, parts [n, C, H, W] of stored values, that were drawn with these columns."""
         scores = list[ConditionScore]()
-        for one, output, real, values in zip(self.columns, self.judge.read(samples), self.real, self.real_values):
+        read = self.judge.read(samples)
+        for one, output, real, values, kind in zip(self.columns, read, self.real, self.real_values, self.kinds):
             if one.name in given:
-                scores += score_condition(one, (output, given[one.name].values), (real, values))
+                scores += score_condition(one, (output, given[one.name].values), (real, values), kind)
         return scores
+
+
+def _kind(judge: Judge, column: int, dataset: Dataset) -> JudgedKind:
+    """Return the scores of a column of a trained judge. The captions to look for are those of all images."""
+    facts, reader = judge.facts[column], judge.reader(column)
+    if reader is None:
+        return JUDGED[facts.kind]
+    sets = [images for images in (dataset.train, dataset.held_out) if len(images)]
+    rows = [evenly_spaced(len(images), judge.most_images) for images in sets]
+    return Retrieval(reader, facts, [one.columns[facts.name].values[some] for one, some in zip(sets, rows)])
 
 
 def in_parts(samples: PixelSource) -> Iterator[NDArray[np.generic]]:

@@ -94,7 +94,7 @@ class ColumnEmbedding(nn.Module):
 class ImageInput(nn.Module):
     """Columns that are images -> channels beside the image [B, C, H, W] that the network takes.
 
-    A column has its values in [-1, 1], or a channel for each label of a mask, and behind them 1 where they are not
+    A column has its values in [-1, 1], or a channel for each category of a mask, and behind them 1 where they are not
     known; there the others are 0.
 
     Args:
@@ -116,11 +116,11 @@ class ImageInput(nn.Module):
             sides = [f"{each.shape[3]}x{each.shape[2]}" for each in (image, x)]
             raise RequestError(f"a condition has {sides[0]} pixels, and the input of the network {sides[1]}")
         parts = [x]
-        for kind, span, ends, labels in self._parts:
+        for kind, span, ends, categories in self._parts:
             values = image[:, span]
             known = values.isfinite().all(1, keepdim=True)
             if kind == "mask":
-                place = torch.arange(labels, device=values.device)[:, None, None]
+                place = torch.arange(categories, device=values.device)[:, None, None]
                 values = (values.nan_to_num(-1.0) == place).float()
             elif kind == "image":
                 low, high = (

@@ -215,7 +215,7 @@ class ConditionalNetwork(nn.Module):
 
     @property
     def _channels_in(self) -> int:
-        """Channels of what `_with_images` returns."""
+        """Channels of an image together with its mask and the images that are conditions."""
         images = 0 if self.image_input is None else self.image_input.channels
         return self.image_channels + self.mask_channels + images
 

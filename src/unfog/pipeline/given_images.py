@@ -16,7 +16,7 @@ from PIL import Image
 
 from unfog.config.schema import Config
 from unfog.data.bit_depth import DeepImage, Ranges
-from unfog.data.columns.second_source import label_name, labels_of_image, read_mask
+from unfog.data.columns.second_source import mask_category, read_mask
 from unfog.data.decode import decode, parse_colour, upright_sides
 from unfog.data.prepare import silence_pillow
 from unfog.data.sources.base import ImageError, Source
@@ -35,7 +35,7 @@ _OPAQUE = 128  # of 255
 
 
 class _Given(NamedTuple):
-    """A picture that is given."""
+    """A picture as it was given: its name for messages, and how to read it."""
 
     name: str
     read: Callable[[], _Found]
@@ -144,16 +144,16 @@ def _picture(config: Config, facts: ColumnFacts, given: _Given | Picture) -> Pic
 
 def _mask(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.float32]:
     _, height, width = IMAGE_KINDS[facts.kind].shape(facts)
-    plane, coloured = read_mask(partial(labels_of_image, given.read), ImageFormat.of(1, size_of(height, width)))
+    plane, coloured = read_mask(given.read, ImageFormat.of(1, size_of(height, width)))
     found, inverse = np.unique(plane, return_inverse=True)
-    names = [label_name(label, coloured) for label in found.tolist()]
+    names = [mask_category(value, coloured) for value in found.tolist()]
     if unknown := [name for name in names if name not in facts.categories]:
         raise RequestError(
             f"{facts.name} = {sanitize(given.name)[:60]} has the value {unknown[0]}, and the masks of the run have "
             f"{', '.join(facts.categories[:12])}; use these"
         )
-    labels = np.array([facts.categories.index(name) for name in names], np.float32)
-    return labels[inverse.reshape(plane.shape)][None]
+    numbers = np.array([facts.categories.index(name) for name in names], np.float32)
+    return numbers[inverse.reshape(plane.shape)][None]
 
 
 def _second(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.float32]:
@@ -231,7 +231,7 @@ def _holed(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.floa
             "missing; make the pixels to fill in transparent, or NaN in an array"
         )
     x0 = _x0(config, _reader(_Given("", lambda: found)), config.image_format)[0].numpy()
-    plane, _ = read_mask(lambda: (missing.astype(np.int64), False), ImageFormat.of(1, config.image_format.size))
+    plane, _ = read_mask(lambda: missing.astype(np.uint8), ImageFormat.of(1, config.image_format.size))
     filled: NDArray[np.float32] = np.where(plane[None] > 0, np.float32(np.nan), x0)
     return filled
 

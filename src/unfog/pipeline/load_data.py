@@ -177,8 +177,8 @@ def _check_for_pictures(config: Config, data: Data) -> None:
         raise RequestError(f"data.jitter changes brightness and colours, and these images are {kind}; omit it")
     if data.aspect == "keep":
         raise RequestError(f"data.aspect = keep scales pictures, and these images are {kind}; omit it")
-    if config.autoencoder_folder or config.autoencoder.factor:
-        raise RequestError(f"autoencoders take pictures, and these images are {kind}; train on their values instead")
+    if reason := config.task.pictures_only or config.representation.pictures_only:
+        raise RequestError(f"{reason}, and these images are {kind}; train on their values instead")
     if config.evaluate.metrics and data.has_unknown:
         raise RequestError(
             "evaluate.metrics compare whole images, and pixels of these are unknown; omit them: the held-out loss is "
@@ -202,11 +202,8 @@ def check_image_conditions(config: Config, data: Data, columns: Sequence[ColumnF
             f"the condition {sanitize(wrong.name)} is an image of {width}x{height}, and the images are "
             f"{data.image_format.sides}; pack the originals again, or omit --size and --aspect"
         )
-    if names and config.autoencoder_folder:
-        raise RequestError(
-            f"condition = {names} is an image in pixels, and the network sees latents; omit it, or train on pixels: "
-            "omit --autoencoder"
-        )
+    if names and (reason := config.representation.no_image_conditions):
+        raise RequestError(f"condition = {names} is an image in pixels, and {reason}")
 
 
 def _bucket_choice(config: Config) -> BucketChoice:

@@ -80,15 +80,7 @@ def build_measurement(
             if value is not None:
                 raise RequestError(f"{name} needs {other}: give both --measure FILE.py and --observed FILE.npy")
         raise RequestError("noise is that of a measurement; give measure and observed, or omit it")
-    if config.representation.scaling():
-        raise RequestError(
-            "this run generates latents, in which a measurement of images is not linear; measure takes runs on pixels"
-        )
-    if config.data.unknown_mask:
-        raise RequestError(
-            "pixels are unknown in all images of this run, and a measurement would take values there that nothing is "
-            "known of; measure takes runs whose samples are complete"
-        )
+    _check_measurable(config)
     function, name, code, own_noise = _read_measure(measure, run)
     y = _read_observed(observed)
     deviation = _read_noise(own_noise if noise is None else noise, y)
@@ -103,6 +95,19 @@ def build_measurement(
     affine = _try(trial, config.input_shape, device)
     digest = hashlib.sha256(b"".join([code, y.numpy().tobytes(), variance.numpy().tobytes()])).hexdigest()
     return Measurement(Observation(scaled, trial.observed, trial.variance, affine), scale, name, digest)
+
+
+def _check_measurable(config: Config) -> None:
+    """Raise RequestError unless the samples of the run are complete images, which can be measured."""
+    if config.representation.scaling():
+        raise RequestError(
+            "this run generates latents, in which a measurement of images is not linear; measure takes runs on pixels"
+        )
+    if config.data.unknown_mask:
+        raise RequestError(
+            "pixels are unknown in all images of this run, and a measurement would take values there that nothing is "
+            "known of; measure takes runs whose samples are complete"
+        )
 
 
 def _read_measure(given: MeasureInput, run: Path) -> tuple[Callable[[Tensor], Tensor], str, bytes, object]:

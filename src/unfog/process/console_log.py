@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from unfog.files.positions import pread
 from unfog.files.safe_files import open_file, write_atomic
 from unfog.reporting.progress import overheard
 from unfog.text import without_secrets
@@ -54,7 +55,7 @@ def console_log(folder: RunFolder) -> Iterator[None]:
 def read_tail(run: Path, limit: int) -> bytes:
     """Return the end of the log, of so many bytes at most. OSError if it is missing, or no regular file."""
     with open_file(run / LOG_FILE, "rb", run) as file:
-        return os.pread(file.fileno(), limit, max(0, os.fstat(file.fileno()).st_size - limit))
+        return pread(file.fileno(), limit, max(0, os.fstat(file.fileno()).st_size - limit))
 
 
 def _append(run: Path, data: bytes) -> int:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -241,6 +242,8 @@ def _judge(beat: dict[str, Any]) -> tuple[float, bool, str]:
 
 
 def _is_gone(pid: int) -> bool:
+    if sys.platform == "win32":  # where signal 0 is Ctrl-C
+        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -33,6 +33,8 @@ def process_state(pid: int, machine: object, started: object) -> ProcessState:
 
 def uptime() -> float:
     """Return the seconds since the machine started, which no change of the clock moves."""
+    if not hasattr(time, "clock_gettime"):
+        return time.monotonic()  # on Windows since its start
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 

@@ -76,7 +76,7 @@ class RunPlace:
     def _note(self) -> None:
         self.close()
         self._identity, self._parent = folder_identity(self.path), folder_identity(self.path.absolute().parent)
-        if os.name != "nt":  # Windows cannot open folders
+        if hasattr(os, "O_DIRECTORY"):  # Windows cannot open folders
             with suppress(OSError):
                 self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
 

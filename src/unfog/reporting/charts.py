@@ -25,7 +25,7 @@ _COLOURS = ("#2f7fd0", "#d9822b", "#1f9d76", "#b565b0", "#8a8f98")
 
 
 class Band(NamedTuple):
-    """An area between two lines."""
+    """An area of a chart between two lines over the same x."""
 
     name: str
     x: Sequence[float] | Floats

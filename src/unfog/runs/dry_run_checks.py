@@ -245,7 +245,7 @@ def shorten(config: Config, steps: int) -> Config:
         preview=replace(config.preview, every=-1, images=min(config.preview.images, at_once)),
         evaluate=shorten_evaluation(config.evaluate, steps),
         # After every step, as two checkpoints are needed to repeat the steps between.
-        checkpoint=replace(config.checkpoint, every=1, milestones=0),
+        checkpoint=replace(config.checkpoint, every=1, milestones=0, mirror=""),
         ema_snapshots=replace(config.ema_snapshots, every=min(config.ema_snapshots.every, 1)),
     )
 

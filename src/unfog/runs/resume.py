@@ -32,7 +32,7 @@ from unfog.runs.evaluation_hook import resolve_metrics
 from unfog.runs.previews import Previews
 from unfog.runs.ranks import RunContext, broadcast_config
 from unfog.runs.time_budget import TimeBudget, resume_length
-from unfog.runs.train import check_custom_parts, open_session, train_session
+from unfog.runs.train import check_custom_parts, open_session, train_session, with_mirror
 from unfog.runs.weights.init_weights import load_initial_weights
 from unfog.settings import is_auto
 from unfog.training.checkpoints import format as checkpoint
@@ -62,6 +62,7 @@ def resume(
     config = config or stored
     _check_resume_request(stored, config)
     folder.check_own_files()
+    config = with_mirror(config, folder)
     with RunContext.open(folder, config, callbacks=callbacks) as run, ExitStack() as stack:
         point = find_resume_point(folder, stored)
         # An edited config.toml must not make it build a network that the weights do not fit, however large.

@@ -20,6 +20,7 @@ from unfog.reporting.recorder import Recorder
 from unfog.runs.ranks import RunContext
 from unfog.training.checkpoints import posthoc_ema, snapshot
 from unfog.training.checkpoints.load import find_rollback_checkpoint, roll_back
+from unfog.training.checkpoints.mirror import Mirror
 from unfog.training.checkpoints.posthoc_ema import EmaSnapshotWriter
 from unfog.training.checkpoints.writer import CheckpointWriter, ShardStatusStore
 from unfog.training.state import TrainState
@@ -27,6 +28,7 @@ from unfog.training.state import TrainState
 _BRIEF_WAIT = 3.0  # seconds
 _POLL = 0.2  # seconds between two looks for a folder that is waited for
 _PINNED_SHARE = 0.25  # of the memory of the host, that a copy of the state may take from all other programs
+_MIRROR_SECONDS = 1200.0  # that the end of a run waits for its mirror
 _SHARE_OF_GRACE = 0.8  # of the seconds between a request to stop and the kill; the rest is for the way out
 
 
@@ -40,6 +42,11 @@ class Saver:
         self._place = RunPlace(self.folder.path)
         self._writer = CheckpointWriter(self.folder.checkpoints, config.checkpoint, self._is_away)
         self._snapshots = EmaSnapshotWriter(config.ema_snapshots)
+        self._mirror: Mirror | None = None
+        mirror = config.checkpoint.mirror
+        if mirror and Path(mirror).resolve() != self.folder.path.resolve():
+            self._mirror = Mirror(self.folder.path, Path(mirror))
+        self._mirror_failure = ""  # the last one, which is not said again
         self._lock = context.lock
         self._most_pinned = _PINNED_SHARE * total_memory(torch.device("cpu"))
         self._patience = _SHARE_OF_GRACE * config.training.grace
@@ -238,8 +245,46 @@ class Saver:
                 self._writer.abandon()
         self._report_events()
 
+    def finish_mirror(self) -> None:
+        """Copy the rest of the run to its mirror, and wait for it: minutes, after a request to stop the grace period.
+
+        Another request to stop ends the wait. Nothing is recorded any more.
+        """
+        if self._mirror is None or self._moved_from is not None:
+            return
+        started, stopped = time.monotonic(), bool(self._stop())
+        limit = self._patience if stopped else _MIRROR_SECONDS
+        self._mirror.request()
+        if not self._mirror.wait(1.0):
+            say(f"copying the run to {self._mirror.place}")
+        while not self._mirror.wait(_POLL):
+            if time.monotonic() - started > limit or bool(self._stop()) != stopped:
+                self._mirror.abandon()
+                warn(
+                    f"{self._mirror.place} has the run up to an earlier checkpoint: there was no time to copy the rest"
+                )
+                return
+        news = self._mirror.news()
+        if news and isinstance(news[-1], str):
+            warn(f"the run could not be copied to {self._mirror.place} ({news[-1]}); {self.folder.path} is complete")
+        elif news:
+            say(f"the mirror {self._mirror.place} is complete")
+
+    def _report_mirror(self) -> None:
+        for one in self._mirror.news() if self._mirror is not None else ():
+            step = self.saved[0] if self.saved else 0
+            if isinstance(one, str):
+                self.recorder.event("mirror_failed", step, reason=one)
+                if one != self._mirror_failure:
+                    warn(f"the mirror {self.config.checkpoint.mirror} was not updated ({one}); training goes on")
+                self._mirror_failure = one
+            else:
+                self._mirror_failure = ""
+                self.recorder.event("mirrored", step, newest=one.step, bytes=one.bytes, seconds=round(one.seconds, 3))
+
     def _report_events(self) -> None:
         """Record and print what the writers have done since the last time."""
+        self._report_mirror()
         for step, reason in self._snapshots.failures():
             self.recorder.event("averages_left_out", step, reason=reason)
             warn(
@@ -252,6 +297,8 @@ class Saver:
                 self._heartbeat.save_finished()
                 place = self.folder.checkpoints / str(fields["folder"])
                 self._callbacks(CheckpointEvent(step, self.recorder.seconds, place))
+                if self._mirror is not None and self._moved_from is None:
+                    self._mirror.request()
             elif kind == "not_removed":
                 warn(f"old checkpoints could not be removed ({fields['reason']}); they only take up space")
             elif kind == "disk_full":

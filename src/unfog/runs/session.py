@@ -180,6 +180,7 @@ class Session(StoppableHooks):
                 self.stream.close()
             self.context.heartbeat.end("finished" if done else "stopped")
         self._report(done)
+        self.saver.finish_mirror()
         self._end(done)
         self.context.callbacks.raise_error()
 

@@ -25,6 +25,7 @@ from unfog.data.buckets.stream import BucketStream
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.device.compilation import compile_errors_explained
+from unfog.diffusion.losses.pixel_loss import CustomLoss
 from unfog.diffusion.weighting import CustomWeighting
 from unfog.errors import Interrupted, LostProcess, RunError
 from unfog.evaluation.features import open_features
@@ -57,9 +58,11 @@ from unfog.runs.previews import Previews
 from unfog.runs.ranks import RunContext, StoppableHooks, broadcast_config, device_for, watch_outages
 from unfog.runs.session import Session
 from unfog.runs.weights.init_weights import adopt_latent_statistics, load_initial_weights
+from unfog.settings import is_auto
 from unfog.text import sanitize
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.format import CheckpointInfo
+from unfog.training.checkpoints.mirror import check_mirror
 from unfog.training.checkpoints.writer import CheckpointWriter, ShardStatusStore
 from unfog.training.distributed.coordination import CoordinatedHooks
 from unfog.training.distributed.world import World, init_world
@@ -69,6 +72,7 @@ from unfog.training.loop import train as advance
 from unfog.training.optimizers import check_resumable
 from unfog.training.settings import Custom
 from unfog.training.state import TrainState
+from unfog.values.image_format import sides_of
 
 
 @caller_flags_kept()
@@ -82,6 +86,7 @@ def train(config: Config, out: Path | None = None, callbacks: Sequence[object] =
     check_request(config)
     check_custom_parts(config)
     folder = RunFolder(out or next_folder(config.source))
+    config = with_mirror(config, folder, new=True)
     _check_metric_features(config)
     with _say_how_to_go_on(folder), RunContext.open(folder, config, new=True, callbacks=callbacks) as run:
         # Latents are normalised as the initial weights expect them, so their statistics come before the images.
@@ -240,6 +245,8 @@ def check_custom_parts(config: Config) -> None:
         config.network.load()
     if isinstance(config.diffusion.weighting, CustomWeighting):
         config.diffusion.weighting.try_out()
+    if isinstance(config.diffusion.loss, CustomLoss):
+        config.diffusion.loss.try_out(_probable_shape(config), config.data.has_unknown)
     if config.sampler.kind.startswith(PREFIX):
         resolve_step(config.sampler.kind)
     for tracker in config.log.sinks:
@@ -247,6 +254,22 @@ def check_custom_parts(config: Config) -> None:
             resolve_path(tracker, "a tracker")
     if isinstance(config.optimizer.method, Custom):
         check_resumable(config.optimizer.method)
+
+
+def with_mirror(config: Config, folder: RunFolder, new: bool = False) -> Config:
+    """Return the settings with the absolute path of the mirror, if there is one. RequestError if it cannot be used."""
+    place = check_mirror(folder.path, config.checkpoint.mirror, new)
+    if place is None:
+        return config
+    return replace(config, checkpoint=replace(config.checkpoint, mirror=str(place.absolute())))
+
+
+def _probable_shape(config: Config) -> tuple[int, int, int]:
+    """Return (C, H, W) of the network's input as far as it is known before the images are read."""
+    factor = config.latents.factor or 8 if config.autoencoder_folder else 1
+    channels = config.latents.channels or 4 if config.autoencoder_folder else config.data.channels or 3
+    height, width = (64, 64) if is_auto(config.data, "size") else sides_of(config.data.size)
+    return channels, max(1, height // factor), max(1, width // factor)
 
 
 class _WorkerHooks(StoppableHooks):

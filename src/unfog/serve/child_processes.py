@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from unfog.custom.consent import STARTED_BY
 from unfog.errors import RequestError
+from unfog.files.positions import pread
 from unfog.process.child import child_environment, hide_secrets, python_command
 from unfog.text import without_secrets
 
@@ -69,7 +70,7 @@ class _Task:
     def text(self) -> str:
         """Return the end of the output."""
         size = self.size()
-        data = os.pread(self.output.fileno(), _SHOWN_BYTES, max(0, size - _SHOWN_BYTES))
+        data = pread(self.output.fileno(), _SHOWN_BYTES, max(0, size - _SHOWN_BYTES))
         return without_secrets(data.decode("utf-8", "replace"))
 
     def summary(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ class _Handler(SimpleHTTPRequestHandler):
     """Sends the files of the site, and writes no line for each."""
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Write nothing; the terminal keeps the one line with the address."""
 
 
 def main(request: DocsRequest) -> int:

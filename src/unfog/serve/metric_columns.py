@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from unfog.files.positions import pread
 from unfog.files.safe_files import open_file
 from unfog.reporting.records import LARGEST, finite_number
 
@@ -124,21 +125,21 @@ class MetricColumns:
     def identity(self, offset: int) -> str:
         """Return a digest of the file and of what is before `offset`; "" if the file is shorter."""
         with suppress(OSError), open_file(self._path, "rb", self._path.parent) as file:
-            tail = os.pread(file.fileno(), min(offset, _TAIL), max(0, offset - _TAIL))
+            tail = pread(file.fileno(), min(offset, _TAIL), max(0, offset - _TAIL))
             if len(tail) == min(offset, _TAIL):
                 return hashlib.sha256(_file_id(file) + tail).hexdigest()[:24]
         return ""
 
     def _read_new(self, file: BinaryIO) -> None:
         size, name = min(os.fstat(file.fileno()).st_size, _LARGEST_RECORD), _file_id(file)
-        tail = os.pread(file.fileno(), len(self._tail), max(0, self.offset - len(self._tail)))
+        tail = pread(file.fileno(), len(self._tail), max(0, self.offset - len(self._tail)))
         # A resume rewrites the file without the undone lines, and it may have grown past the old size since.
         if size < self.offset or name != self._file or tail != self._tail:
             self.generation += bool(self.offset)
             self._clear(name)
         before = self.offset
         while self.offset < size and self.rows * (1 + len(self._columns)) < _MOST_CELLS:
-            block = os.pread(file.fileno(), min(_BLOCK, size - self.offset), self.offset)
+            block = pread(file.fileno(), min(_BLOCK, size - self.offset), self.offset)
             whole = block.rfind(b"\n") + 1
             if not whole:
                 if len(block) < _BLOCK:
@@ -147,7 +148,7 @@ class MetricColumns:
             self.append_lines(block[:whole].split(b"\n"))
             self.offset += whole
         if self.offset != before:
-            self._tail = os.pread(file.fileno(), min(_TAIL, self.offset), max(0, self.offset - _TAIL))
+            self._tail = pread(file.fileno(), min(_TAIL, self.offset), max(0, self.offset - _TAIL))
 
     def append_lines(self, lines: list[bytes]) -> None:
         """Append the rows of these lines; those that are not JSON objects are left out."""
@@ -247,7 +248,7 @@ def read_sample(path: Path) -> Sample:
         size = os.fstat(file.fileno()).st_size
         for i in range(_PLACES):
             start = max(0, size - _PIECE) * i // (_PLACES - 1)
-            piece = os.pread(file.fileno(), _PIECE, start)
+            piece = pread(file.fileno(), _PIECE, start)
             # What is cut off at either end is not a line; a file that is shorter than thought would repeat some.
             lines += piece.split(b"\n")[bool(start) : -1]
     columns = MetricColumns(path)

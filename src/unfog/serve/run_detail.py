@@ -14,6 +14,7 @@ from unfog.config.requests.train import ResumeRequest
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
 from unfog.errors import RequestError
+from unfog.files.positions import pread
 from unfog.files.safe_files import open_file
 from unfog.reporting.page.run_data import event_rows, read_choices, read_data_report, read_evaluations
 from unfog.reporting.records import SESSION_STARTS, Row, drop_undone_events, json_values
@@ -112,7 +113,7 @@ def _event_rows(run: Path, start: int) -> tuple[list[Row], int]:
         with open_file(run / "events.jsonl", "rb", run) as file:
             size = os.fstat(file.fileno()).st_size
             first = max(start, size - _EVENT_BYTES)
-            data = os.pread(file.fileno(), max(0, size - first), first)
+            data = pread(file.fileno(), max(0, size - first), first)
     except OSError:
         return [], 0
     # The last line may still be written; it is read the next time.

@@ -409,6 +409,13 @@ class Checkpoint:
     """Newest checkpoints to keep, besides the best one by `evaluate.best`."""
     milestones: int = setting(0, at_least=0)
     """Keep checkpoints at multiples of this many steps for good; 0: none."""
+    mirror: str = setting(
+        "",
+        short="mirror",
+        why="a rented machine may lose its disk; `unfog resume` continues from the mirror",
+        see="docs/mirror.md",
+    )
+    """Folder that the run is copied to after each checkpoint, in the background, such as one on a mounted drive."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -93,10 +93,11 @@ class ConditionKind:
         return 1
 
     def known(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        """Return whether each of the values [N, …] is known, bool [N]."""
+        """Return whether each of the values [N, …] is known, bool [N]: integers below 0 and NaN are not."""
         import numpy as np
 
-        return np.ones(len(values), bool)
+        flat = values.reshape(len(values), math.prod(values.shape[1:]))
+        return np.asarray(np.isfinite(flat).all(1) if values.dtype.kind == "f" else flat[:, 0] >= 0)
 
     def summary(self, facts: ColumnFacts) -> str:
         """Describe the categories for people, in a few words."""
@@ -218,11 +219,6 @@ class NumberKind(ConditionKind):
 
         return torch.from_numpy(np.stack(columns, 1).astype(np.float32))
 
-    def known(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        import numpy as np
-
-        return np.asarray(np.isfinite(values))
-
     def evidence(self, facts: ColumnFacts) -> str:
         mean, deviation, low, high = facts.statistics
         return f"{low:g} to {high:g}, mean {mean:.4g}, deviation {deviation:.3g}"
@@ -273,11 +269,6 @@ class CategoryKind(_CategoriesKind):
 
         return torch.from_numpy(np.stack(columns, 1).astype(np.int64))
 
-    def known(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        import numpy as np
-
-        return np.asarray(values >= 0)
-
     def evidence(self, facts: ColumnFacts) -> str:
         return f"{len(facts.categories)} values: {some(facts.categories)}"
 
@@ -314,11 +305,6 @@ class SeveralKind(_CategoriesKind):
 
         values = np.concatenate(columns, 1).astype(np.float32)
         return torch.from_numpy(np.where(values < 0, np.float32("nan"), values))
-
-    def known(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        import numpy as np
-
-        return np.asarray(values[:, 0] >= 0)
 
     def evidence(self, facts: ColumnFacts) -> str:
         return f"any of {len(facts.categories)}: {some(facts.categories)}"
@@ -360,11 +346,6 @@ class VectorKind(ConditionKind):
         import torch
 
         return torch.from_numpy(np.concatenate(columns, 1).astype(np.float32))
-
-    def known(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        import numpy as np
-
-        return np.asarray(np.isfinite(values).all(1))
 
     def evidence(self, facts: ColumnFacts) -> str:
         size = self.width(facts)
@@ -436,11 +417,6 @@ class TextKind(ConditionKind):
 
     def width(self, facts: ColumnFacts) -> int:
         return int(facts.statistics[1])
-
-    def known(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        import numpy as np
-
-        return np.asarray(self.pick(values, None)[:, 0] >= 0)
 
     def pick(self, values: NDArray[Any], turn: NDArray[np.int64] | None) -> NDArray[Any]:
         import numpy as np

@@ -112,7 +112,7 @@ class CellNames(NamedTuple):
 
     @property
     def cells(self) -> int:
-        """Number of samples."""
+        """Number of cells of the grid, each of one sample."""
         return len(self.across) * max(1, len(self.down))
 
 

@@ -20,7 +20,7 @@ MOST_NUMBERS = 512
 
 
 class _Facts(Protocol):
-    """A `condition_kinds.ColumnFacts`."""
+    """The parts of `condition_kinds.ColumnFacts`, whose module imports this one."""
 
     @property
     def name(self) -> str: ...

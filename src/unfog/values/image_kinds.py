@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 FIELD = "image"
 """The field of `Conditions` that all kinds of images fill."""
-MOST_LABELS = 64
-"""Largest number of labels of a mask."""
+MOST_MASK_VALUES = 64
+"""Largest number of values of a mask."""
 _MOST_CHANNELS = 64
 _NOT_TOLD = "?"
 
@@ -139,7 +139,7 @@ class SecondImageKind(ImageKind):
 
 
 class MaskKind(ImageKind):
-    """A mask of a second source: int8 or int16 [N, 1, H, W], the number of a label at each pixel."""
+    """A mask of a second source: int8 or int16 [N, 1, H, W], the number of a category at each pixel."""
 
     name = "mask"
     smooth = False
@@ -147,7 +147,7 @@ class MaskKind(ImageKind):
     def _fits(self, facts: ColumnFacts) -> bool:
         names = facts.categories
         one = facts.statistics[0] == 1 and len(facts.statistics) == 3
-        return one and 2 <= len(names) <= MOST_LABELS and len({*names}) == len(names)
+        return one and 2 <= len(names) <= MOST_MASK_VALUES and len({*names}) == len(names)
 
     def inputs(self, facts: ColumnFacts) -> int:
         return len(facts.categories) + 1

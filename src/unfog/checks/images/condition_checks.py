@@ -128,8 +128,7 @@ def _check_pairs(columns: Mapping[str, _Comparable]) -> Finding:
 
 def _check_classes(columns: Mapping[str, _Comparable]) -> Finding:
     """Check that no condition repeats the classes."""
-    label = columns[CLASS]
-    same = [name for name, column in columns.items() if name != CLASS and _is_function(column, label)]
+    same = [name for name, column in columns.items() if name != CLASS and _is_function(column, columns[CLASS])]
     facts = {"columns": same}
     if not same:
         evidence = "no condition is the same for all images of each class"
@@ -140,14 +139,14 @@ def _check_classes(columns: Mapping[str, _Comparable]) -> Finding:
     return Finding("data.condition_classes", "hint", evidence, remedy, facts)
 
 
-def _is_function(column: _Comparable, label: _Comparable) -> bool:
+def _is_function(column: _Comparable, classes: _Comparable) -> bool:
     """Return True if all images of a class have one value, and each class several images."""
-    known = column.known & label.known
+    known = column.known & classes.known
     if known.sum() < _LEAST:
         return False
-    pairs = np.unique(np.stack([label.values[known], column.values[known]]), axis=1)
-    classes = len(np.unique(pairs[0]))
-    return bool(1 < classes == pairs.shape[1] <= known.sum() / 2)
+    pairs = np.unique(np.stack([classes.values[known], column.values[known]]), axis=1)
+    count = len(np.unique(pairs[0]))
+    return bool(1 < count == pairs.shape[1] <= known.sum() / 2)
 
 
 def _check_groups(train: Mapping[str, Column], held_out: Mapping[str, Column]) -> list[Finding]:

@@ -266,7 +266,7 @@ def _check_classes(train: ImageSet, held_out: ImageSet) -> list[Finding]:
     classes, every = train.classes, np.concatenate([labels, aside])
     outside = int(((every < 0) | (every >= len(classes))).sum())
     if outside:
-        evidence = f"{plural(outside, 'label')} outside 0 to {len(classes) - 1}, for {plural(len(classes), 'class')}"
+        evidence = f"{outside:,} of the labels are outside 0 to {len(classes) - 1}, for {plural(len(classes), 'class')}"
         return [Finding("data.label_bounds", "fatal", evidence, "correct the labels", {"outside": outside})]
     counts, held = (np.bincount(one, minlength=len(classes)) for one in (labels, aside))
     return [_check_labels(classes, counts, held), _check_balance(classes, counts)]

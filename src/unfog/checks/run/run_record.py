@@ -30,7 +30,13 @@ FRESH_START_SETTINGS = (
     *("label_dropout", "condition_dropout"),
     *("data.flip", "data.jitter", "data.crop", "data.roll", "data.background", "data.range", "data.clip"),
     *("data.held_out", "images"),
-    *("diffusion.weighting", "diffusion.adaptive", "ema:", "ema."),  # not ema_snapshots, which change no step
+    *(
+        "diffusion.weighting",
+        "diffusion.adaptive",
+        "diffusion.loss",
+        "ema:",
+        "ema.",
+    ),  # not ema_snapshots, which change no step
 )
 _LARGEST_REPORT = 2**30  # bytes of data.json, which names every file
 # Times that a rate is below the usual one, from which on another cause is likelier.

@@ -86,6 +86,6 @@ class ResumeRequest:
     source: str | None = setting(None, metavar="FOLDER")
     """New place of the images, if they were moved."""
     force: bool = False
-    """Allow changes that make it another run: images, seed, weighting, EMA, background, held-out share."""
+    """Allow changes that make it another run: images, seed, weighting, loss, EMA, background, held-out share."""
     verify: bool = False
     """Do not continue. Train again from the second newest checkpoint, and compare with the newest one bit by bit."""

@@ -64,7 +64,7 @@ def with_conditions(
         raise RequestError(f"condition = {setting}: {' and '.join(texts)} are captions, and a run has one such column")
     changed = copy.copy(source)  # as the source may be opened for other settings as well
     changed.columns = {name: column for name, column in source.columns.items() if name == CLASS} | found
-    if not place and source.label_column in wanted:  # a label is one of the conditions, and no class as well
+    if not place and source.label_column in wanted:  # else it would also be the class
         changed.classes, changed.labels = (), None
     return changed
 

@@ -33,7 +33,7 @@ class GivenTable(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
+        """Number of rows, one for each image to sample."""
         return len(next(iter(self.given.values())))
 
 
@@ -51,8 +51,8 @@ def read_given_table(path: Path, format: ConditionFormat) -> GivenTable:
     header = list(dict.fromkeys(name for row in rows for name in row))
     facts = {one.name: one for one in format.facts}
     columns = {name: name for name in facts if name in header}
-    if CLASS in facts and CLASS not in columns and (label := _usual(header, LABEL_COLUMNS, facts)):
-        columns[CLASS] = label
+    if CLASS in facts and CLASS not in columns and (usual := _usual(header, LABEL_COLUMNS, facts)):
+        columns[CLASS] = usual
     file, others = _usual(header, FILE_COLUMNS, facts), [name for name in header if name not in columns.values()]
     _check_names(said, others, facts, columns)
     given = {

@@ -26,7 +26,7 @@ class ImageConditions:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of their columns."""
+        """Names of the columns, first of those made of the image."""
         return (*self.made, *self.second)
 
 

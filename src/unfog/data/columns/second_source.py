@@ -37,10 +37,10 @@ from unfog.errors import RequestError
 from unfog.text import sanitize
 from unfog.values.columns import Column
 from unfog.values.image_format import STORED, ImageFormat, Size, StoredValues, colour_channels
-from unfog.values.image_kinds import MOST_LABELS
+from unfog.values.image_kinds import MOST_MASK_VALUES
 
 _SAMPLED = 64  # images that are looked at to find the kind of a second source
-_FEW_LABELS = 32  # different values of these from which on they are not labels
+_FEW_VALUES = 32  # a mask has fewer different values in its first images
 _SIDES_CHECKED = 1000  # pairs whose sides are compared, evenly spread
 _BACKGROUND = "white"  # behind transparent pixels, as of training images
 
@@ -156,10 +156,10 @@ def _find_kind(second: Source, partner: NDArray[np.int64]) -> str:
     paired = partner[partner >= 0]
     for i in paired[list(spread(len(paired), _SAMPLED))].tolist():
         try:
-            found |= {*np.unique(_labels_of(second, i)[0]).tolist()}
+            found |= {*np.unique(_mask_values(partial(second.read, i))[0]).tolist()}
         except (ImageError, ValueError):
             continue
-        if len(found) > _FEW_LABELS:
+        if len(found) > _FEW_VALUES:
             return "image"
     return "mask" if len(found) > 1 else "image"
 
@@ -178,7 +178,7 @@ def second_columns(
 ) -> dict[str, Column]:
     """Decode second sources at the size of the images. Return their columns, in the order of the images.
 
-    RequestError if a mask has too many labels, or none of the images can be used; RunError if one cannot be read now.
+    RequestError if a mask has too many values, or none of the images can be used; RunError if one cannot be read now.
     """
     makers = {"mask": _mask_column, "image": _image_column}
     return {one.name: makers[one.kind](one, size, warn, progress) for one in seconds}
@@ -245,12 +245,12 @@ def _mask_column(one: SecondSource, size: Size, warn: Callable[[str], None], pro
             reasons[found] += 1
             continue
         plane, coloured = found
-        labels, inverse = np.unique(plane, return_inverse=True)
-        known = [numbers.setdefault(label, len(numbers)) for label in labels.tolist()]
+        found_here, inverse = np.unique(plane, return_inverse=True)
+        known = [numbers.setdefault(value, len(numbers)) for value in found_here.tolist()]
         in_colour.add(coloured)
-        if len(numbers) > MOST_LABELS:
+        if len(numbers) > MOST_MASK_VALUES:
             raise RequestError(
-                f"condition {one.name}: the masks have more than {MOST_LABELS} values; a mask has one for each label, "
+                f"condition {one.name}: the masks have more than {MOST_MASK_VALUES} values; a mask has one a category, "
                 f"which a JPEG does not keep; save them as PNG, or give {one.name}=SOURCE:image if they are pictures"
             )
         values[row, 0] = np.array(known, np.int8)[inverse.reshape(plane.shape)]
@@ -264,9 +264,9 @@ def _mask_column(one: SecondSource, size: Size, warn: Callable[[str], None], pro
     ordered = sorted(numbers)
     place = np.zeros(len(numbers) + 1, np.int8)
     place[-1] = -1
-    for new, label in enumerate(ordered):
-        place[numbers[label]] = new
-    names = tuple(label_name(label, True in in_colour) for label in ordered)
+    for new, value in enumerate(ordered):
+        place[numbers[value]] = new
+    names = tuple(mask_category(value, True in in_colour) for value in ordered)
     return Column(one.name, "mask", place[values], names)
 
 
@@ -277,7 +277,7 @@ def _read_masks(
 
     def read(i: int) -> tuple[NDArray[np.int64], bool] | str:
         try:
-            return with_retries(partial(read_mask, partial(_labels_of, one.source, i), format), one.source, i)
+            return with_retries(partial(read_mask, partial(one.source.read, i), format), one.source, i)
         except (ImageError, ValueError) as error:
             return str(error)
 
@@ -286,10 +286,13 @@ def _read_masks(
 
 
 def read_mask(
-    read: Callable[[], tuple[NDArray[np.int64], bool]], format: ImageFormat
+    read: Callable[[], Image.Image | DeepImage | NDArray[Any]], format: ImageFormat
 ) -> tuple[NDArray[np.int64], bool]:
-    """Return a mask [H, W] of this format, cut as an image and resized by the nearest pixel; and if it is in colour."""
-    plane, coloured = read()
+    """Return a mask [H, W] of this format, cut as an image and resized by the nearest pixel; and if it is in colour.
+
+    Raises as `_mask_values`.
+    """
+    plane, coloured = _mask_values(read)
     height, width = plane.shape
     fit = Fit.of(width, height, format, 1)
     places = []
@@ -300,18 +303,11 @@ def read_mask(
     return plane[down[:, None], across], coloured
 
 
-def _labels_of(source: Source, i: int) -> tuple[NDArray[np.int64], bool]:
-    """Return the values of image i as whole numbers [H, W], those of colours as 0xrrggbb; and if it is in colour.
+def _mask_values(read: Callable[[], Image.Image | DeepImage | NDArray[Any]]) -> tuple[NDArray[np.int64], bool]:
+    """Return the mask from `read` as whole numbers [H, W], colours as 0xrrggbb; and if it is in colour.
 
-    ImageError if it cannot be read, ValueError if its values are not whole numbers.
+    Raises as `read`, and ValueError if its values are not whole numbers.
     """
-    return labels_of_image(lambda: source.read(i))
-
-
-def labels_of_image(
-    read: Callable[[], Image.Image | DeepImage | NDArray[Any]],
-) -> tuple[NDArray[np.int64], bool]:
-    """Return `_labels_of` what `read` returns."""
     found = read()
     if isinstance(found, Image.Image):
         if found.mode[0] in "IF":
@@ -341,6 +337,6 @@ def _plain(image: Image.Image) -> Image.Image:
     return image.getchannel(0) if image.mode in ("LA", "PA") else image
 
 
-def label_name(label: int, coloured: bool) -> str:
-    """Return the name of a label: its value, or its colour."""
-    return f"#{label:06x}" if coloured else str(label)
+def mask_category(value: int, coloured: bool) -> str:
+    """Return the name of the category that a value of a mask stands for: the number, or the colour."""
+    return f"#{value:06x}" if coloured else str(value)

@@ -25,7 +25,7 @@ from unfog.data.sources.arrays import as_nhwc, free_memory, index_labels
 from unfog.data.sources.base import ImageError, LazyNames, OpenOptions, Source, SourceLocation
 from unfog.errors import RequestError
 from unfog.text import sanitize
-from unfog.values.dimensions import Layout, layout_of
+from unfog.values.arrays.dimensions import Layout, layout_of
 
 _BLOCK_BYTES = 2**26  # of the images of one chunk, which are read together up to this size
 _BLOCKS = 4  # that are kept

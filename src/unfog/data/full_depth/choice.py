@@ -14,7 +14,7 @@ from unfog.data.settings import Data, KeptType
 from unfog.data.sources.base import Source
 from unfog.errors import RequestError
 from unfog.text import sanitize
-from unfog.values.axes import USUAL
+from unfog.values.arrays.axes import USUAL
 from unfog.values.image_format import CHANNELS, MOST_CHANNELS, ImageFormat, colour_channels, describe_channels
 
 _DEPTHS_LOOKED_AT = 256  # images, whose types are compared

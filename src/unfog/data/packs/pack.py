@@ -38,9 +38,9 @@ from unfog.errors import RequestError
 from unfog.files.safe_files import file_digest, open_file, read_file, regular_file
 from unfog.settings import AUTO, is_auto
 from unfog.text import sanitize
+from unfog.values.arrays.slices import AXIAL
 from unfog.values.columns import CLASS, MOST_COLUMNS, Column, columns_digest, name_problem, of_labels, without_class
 from unfog.values.image_format import ImageFormat, sides_of
-from unfog.values.slices import AXIAL
 
 MANIFEST, JOURNAL = "pack.json", "journal.jsonl"
 FORMAT = 1

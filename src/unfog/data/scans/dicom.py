@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from unfog.data.scans.source import ScanSource, first_files
 from unfog.data.scans.stack import ImageStack, check_length, check_shape, native, scaled
 from unfog.data.sources.base import ImageError, SourceLocation
+from unfog.files.positions import READ
 
 _MAGIC_AT, _MAGIC = 128, b"DICM"
 _DEFLATED = "1.2.840.10008.1.2.1.99"
@@ -53,7 +54,7 @@ def _is_dicom(path: str) -> bool:
     if path.lower().endswith(DicomSource.suffixes):
         return True
     with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(path, READ)
         with open(descriptor, "rb") as file:
             return file.read(_MAGIC_AT + 4)[_MAGIC_AT:] == _MAGIC
     return False

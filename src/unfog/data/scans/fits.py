@@ -64,22 +64,25 @@ class FitsStack(ImageStack):
             self._file.close()
             raise
 
-    def _read_header(self, axes: str, place: Path | BytesIO) -> None:
+    def _first_image(self) -> Any:
+        """Return the first part of the file that is an image. ImageError if there is none."""
         from astropy.io import fits
 
-        number = 0
-        while True:
+        for number in range(_MOST_HDUS + 1):
             try:
                 part = self._file[number]
             except IndexError:
                 raise ImageError("no image in it") from None
             is_image = isinstance(part, fits.PrimaryHDU | fits.ImageHDU | fits.CompImageHDU)
             if is_image and len(part.shape) >= 2:
-                break
-            number += 1
-            if number > _MOST_HDUS:
-                raise ImageError(f"no image in {_MOST_HDUS:,} parts")
-        self._part, header = part, part.header
+                return part
+        raise ImageError(f"no image in {_MOST_HDUS:,} parts")
+
+    def _read_header(self, axes: str, place: Path | BytesIO) -> None:
+        from astropy.io import fits
+
+        part = self._part = self._first_image()
+        header = part.header
         self._compressed = isinstance(part, fits.CompImageHDU)
         stored = np.dtype(fits.BITPIX2DTYPE[header["BITPIX"]])
         self._slope, self._intercept = float(header.get("BSCALE", 1)), float(header.get("BZERO", 0))

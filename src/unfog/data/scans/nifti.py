@@ -24,7 +24,7 @@ from unfog.data.scans.stack import (
     scaled_type,
 )
 from unfog.data.sources.base import ImageError
-from unfog.values.slices import AXIAL, Slices
+from unfog.values.arrays.slices import AXIAL, Slices
 
 _MOST_EXTENSIONS = 2**26  # bytes before the voxels
 _HEADER_BYTES = 348

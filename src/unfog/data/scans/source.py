@@ -31,7 +31,7 @@ from unfog.data.sources.image_files import SUFFIXES, image_error
 from unfog.errors import RequestError, install_command
 from unfog.files.safe_files import regular_file
 from unfog.text import sanitize
-from unfog.values.slices import Slices
+from unfog.values.arrays.slices import Slices
 
 _LOOKED_AT = 1000  # entries of a folder, by which its format is known
 _FOLDERS_LOOKED_AT = 100

@@ -16,6 +16,7 @@ from PIL import Image
 
 from unfog.data.sources.base import ImageError
 from unfog.files.deflate import unpacks_to
+from unfog.files.positions import pread_into
 from unfog.values.image_format import MOST_CHANNELS
 
 MOST_BYTES = 2**30
@@ -92,7 +93,7 @@ def read_part(path: Path, offset: int, dtype: np.dtype[Any], shape: tuple[int, .
     with open(path, "rb", buffering=0) as file:
         view, done = out.reshape(-1).view(np.uint8).data, 0
         while done < len(view):
-            part = os.preadv(file.fileno(), [view[done:]], offset + done)
+            part = pread_into(file.fileno(), view[done:], offset + done)
             if not part:
                 raise ImageError("truncated")
             done += part
@@ -117,5 +118,5 @@ def scaled(values: NDArray[Any], slope: float, intercept: float) -> NDArray[Any]
 
 
 def scaled_type(dtype: np.dtype[Any], slope: float, intercept: float) -> np.dtype[Any]:
-    """Return the type of `scaled`."""
+    """Return the type of the array that `scaled` makes of values of this type."""
     return scaled(np.zeros(0, dtype), slope, intercept).dtype

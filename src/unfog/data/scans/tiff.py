@@ -26,7 +26,7 @@ from unfog.data.sources.base import ImageError
 from unfog.errors import RequestError
 from unfog.files.deflate import DEFLATE_RATIO
 from unfog.text import sanitize
-from unfog.values.axes import USUAL
+from unfog.values.arrays.axes import USUAL
 from unfog.values.image_format import MOST_CHANNELS
 
 _PLAIN, _DEFLATE = 1, (8, 32946)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.text import MARK
-from unfog.values.slices import AXIAL, Slices
+from unfog.values.arrays.slices import AXIAL, Slices
 
 
 class SampleFormat(NamedTuple):

@@ -18,7 +18,7 @@ from unfog.data.sources.image_files import SUFFIXES, os_error_reason
 from unfog.errors import RequestError
 from unfog.files.safe_files import regular_file
 from unfog.text import sanitize
-from unfog.values.axes import channel_axis
+from unfog.values.arrays.axes import channel_axis
 
 _LOOKED_AT = 16  # first images, whose shapes are read when the folder is opened
 _NAMES_LOOKED_AT = 1000  # files without a .npy file among them, after which a folder is not one of arrays

@@ -32,7 +32,7 @@ from unfog.errors import RequestError
 from unfog.files.cache_folder import cache_folder, hold, make_room
 from unfog.files.safe_files import replace_file
 from unfog.text import sanitize
-from unfog.values.axes import USUAL, channel_axis
+from unfog.values.arrays.axes import USUAL, channel_axis
 from unfog.values.image_format import MOST_CHANNELS
 
 _IMAGE_KEYS, _LABEL_KEYS = ("x", "images", "arr_0"), ("y", "labels")
@@ -121,19 +121,7 @@ class ArraySource(Source):
         images, reading = as_nhwc("the array", as_array(array), first, axes)
         if reading:
             say(f"  {reading}")
-        arrays: dict[str, Any] = {"images": images}
-        if labels is not None:
-            arrays["labels"] = _without_objects(as_array(labels))
-            index_labels("the array", arrays["labels"], len(images))  # only to refuse what are not labels
-        arrays |= {name: _of_images(name, values, len(images)) for name, values in (conditions or {}).items()}
-        # What the lengths of the axes leave open, a later reader would ask for.
-        if axes != "auto" or images.shape[3] not in USUAL:
-            arrays[_AXES] = np.array("NHWC")
-        digest = _content_digest(images, arrays.get("labels"), _AXES in arrays)
-        if conditions:
-            digest = hashlib.sha256(
-                repr((digest, [(name, arrays[name].tolist()) for name in conditions])).encode()
-            ).hexdigest()
+        arrays, digest = _arrays_of(images, labels, conditions or {}, axes)
         path = cache_folder() / f"array-{digest[:32]}.npz"
         hold(path)
         if path.exists():
@@ -291,6 +279,25 @@ def free_memory() -> int | None:
     with suppress(AttributeError, OSError, ValueError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return None
+
+
+def _arrays_of(
+    images: NDArray[Any], labels: Any, conditions: Mapping[str, Any], axes: str
+) -> tuple[dict[str, Any], str]:
+    """Return the arrays of a stored file by name, and their digest. RequestError if they are not one an image."""
+    arrays: dict[str, Any] = {"images": images}
+    if labels is not None:
+        arrays["labels"] = _without_objects(as_array(labels))
+        index_labels("the array", arrays["labels"], len(images))  # only to refuse what are not labels
+    arrays |= {name: _of_images(name, values, len(images)) for name, values in conditions.items()}
+    # What the lengths of the axes leave open, a later reader would ask for.
+    if axes != "auto" or images.shape[3] not in USUAL:
+        arrays[_AXES] = np.array("NHWC")
+    digest = _content_digest(images, arrays.get("labels"), _AXES in arrays)
+    if conditions:
+        told = repr((digest, [(name, arrays[name].tolist()) for name in conditions]))
+        digest = hashlib.sha256(told.encode()).hexdigest()
+    return arrays, digest
 
 
 def as_nhwc(

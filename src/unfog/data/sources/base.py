@@ -30,8 +30,8 @@ from unfog.data.settings import Data
 from unfog.errors import RequestError
 from unfog.files.safe_files import read_file
 from unfog.text import sanitize
+from unfog.values.arrays.slices import AXIAL
 from unfog.values.columns import Column, rows_of
-from unfog.values.slices import AXIAL
 
 _LARGEST_TABLE = 2**30  # bytes of a label table: ten million images have half of that
 

@@ -23,6 +23,7 @@ from unfog.data.outages import FolderIdentity, KnownFolders, folder_identity
 from unfog.data.sources.base import LabelTable, OpenOptions, Source, SourceLocation
 from unfog.data.sources.image_files import SUFFIXES, open_image, os_error_reason
 from unfog.errors import RequestError
+from unfog.files.positions import READ, pread
 from unfog.text import MARK
 
 _ICLOUD = ".icloud"  # .NAME.png.icloud stands for NAME.png, which is not on this disk
@@ -155,7 +156,7 @@ def _head(path: Path, size: int) -> bytes:
 
 def _read_start(path: str | Path, size: int) -> bytes:
     """Return the first bytes of a regular file, b"" of another kind. OSError if it cannot be read."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for its writer
+    descriptor = os.open(path, READ)  # a pipe would wait for its writer
     with open(descriptor, "rb") as file:
         return file.read(size) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
 
@@ -235,12 +236,12 @@ def sample_digest(path: str | os.PathLike[str], blocks: int = 64, block: int = 4
     """Return a digest of a regular file's first and last block and of `blocks` spread evenly between."""
     # Content is sampled too, as size and time of change may be the same after a change.
     digest = hashlib.sha256()
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    file = os.open(path, READ)
     try:
         size = os.fstat(file).st_size
         last = max(0, size - block)
         for start in sorted({last * i // (blocks + 1) for i in range(blocks + 2)}):
-            digest.update(os.pread(file, block, start))
+            digest.update(pread(file, block, start))
     finally:
         os.close(file)
     return digest.digest()

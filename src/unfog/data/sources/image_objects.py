@@ -31,7 +31,7 @@ from unfog.data.bit_depth import (
 from unfog.data.settings import Data
 from unfog.data.sources.image_files import has_image_signature
 from unfog.errors import RequestError
-from unfog.values.axes import channel_axis
+from unfog.values.arrays.axes import channel_axis
 from unfog.values.image_format import to_pillow
 
 _IMAGE_KEYS = (

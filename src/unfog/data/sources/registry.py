@@ -18,7 +18,7 @@ from unfog.data.sources.base import OpenOptions, RemotePolicy, Source, SourceLoc
 from unfog.data.sources.image_files import os_error_reason
 from unfog.errors import RequestError, install_command
 from unfog.text import sanitize, without_secrets
-from unfog.values.slices import AXIAL
+from unfog.values.arrays.slices import AXIAL
 
 # MODULE:CLASS of each source, in the order in which they are asked.
 BUILT_IN = (

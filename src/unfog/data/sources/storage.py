@@ -19,6 +19,7 @@ from unfog.data.sources.base import ImageError, TransientImageError
 from unfog.data.sources.image_files import CHANGED, MAX_FILE_BYTES, NO_PARTS, os_error_reason
 from unfog.device.cores import thread_pool
 from unfog.errors import RequestError, install_command
+from unfog.files.positions import READ, pread
 from unfog.text import sanitize, without_secrets
 
 _MAX_OPEN_FILES = 128
@@ -89,7 +90,7 @@ class _LocalStorage:
             if self._first_states.get(path, stat) not in (stat, (stat.st_size, str(stat.st_mtime_ns))):
                 raise ImageError(CHANGED)
             parts: list[bytes] = []
-            while size > 0 and (part := os.pread(file.number, size, start)):  # Linux reads at most 2 GB at once
+            while size > 0 and (part := pread(file.number, size, start)):  # Linux reads at most 2 GB at once
                 parts.append(part)
                 start, size = start + len(part), size - len(part)
         except OSError as error:
@@ -128,7 +129,7 @@ class _Descriptor:
     number = -1  # until it is open, as __del__ also runs after a failure to open
 
     def __init__(self, path: str) -> None:
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.number = os.open(path, READ)
 
     def __del__(self) -> None:
         if self.number >= 0:

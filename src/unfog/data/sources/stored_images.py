@@ -38,8 +38,8 @@ from unfog.errors import RequestError
 from unfog.files.cache_folder import cache_folder, hold, make_room
 from unfog.files.safe_files import move, open_file, remove
 from unfog.text import sanitize
-from unfog.values.axes import USUAL, channel_axis
-from unfog.values.dimensions import arranged, layout_of
+from unfog.values.arrays.axes import USUAL, channel_axis
+from unfog.values.arrays.dimensions import arranged, layout_of
 
 _LABELS, _VALUES = "labels.json", "conditions.json"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # so that the same images make the same file
@@ -113,25 +113,8 @@ class StoredImages(ZipSource):
             pixels = _without_floats(as_array(source), first, report, storing)
             return ArraySource.store(pixels, labels, report.say, first, storing.axes, conditions)
         beside = {name: plain_values(values, name) for name, values in (conditions or {}).items()}
-        items, folder = ImageItems.read(source, [name for name in wanted if name not in beside]), cache_folder()
-        partial = folder / f"images-{os.getpid()}-{time.time_ns()}.partial"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            remove_stale_entries(folder)
-            try:
-                digest = _write(partial, items, labels, beside, report, storing)
-                path = folder / f"images-{digest}.images"
-                hold(path)
-                # The name is a digest of the content: one that is there is the same file.
-                if not path.exists():
-                    move(partial, path, folder)
-            finally:
-                with suppress(OSError):
-                    remove(partial, folder)
-            make_room()
-        except OSError as error:
-            raise RequestError(f"{folder} cannot be written ({error.strerror}); set UNFOG_CACHE to another") from None
-        return path
+        items = ImageItems.read(source, [name for name in wanted if name not in beside])
+        return _into_cache(lambda partial: _write(partial, items, labels, beside, report, storing))
 
     def _read_labels(self, info: zipfile.ZipInfo) -> None:
         try:
@@ -274,6 +257,31 @@ def _named(images: Sequence[int]) -> str:
     """Name images by their numbers: "images 3, 7, ... (12 in all)"."""
     more = f", ... ({len(images):,} in all)" if len(images) > _NAMED else ""
     return f"images {', '.join(map(str, images[:_NAMED]))}{more}"
+
+
+def _into_cache(write: Callable[[Path], str]) -> Path:
+    """Return the file in the cache that `write` writes to the path it is given; it returns the digest of the content.
+
+    RequestError if the cache cannot be written.
+    """
+    folder = cache_folder()
+    partial = folder / f"images-{os.getpid()}-{time.time_ns()}.partial"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_stale_entries(folder)
+        try:
+            path = folder / f"images-{write(partial)}.images"
+            hold(path)
+            # The name is a digest of the content: one that is there is the same file.
+            if not path.exists():
+                move(partial, path, folder)
+        finally:
+            with suppress(OSError):
+                remove(partial, folder)
+        make_room()
+    except OSError as error:
+        raise RequestError(f"{folder} cannot be written ({error.strerror}); set UNFOG_CACHE to another") from None
+    return path
 
 
 def _write(

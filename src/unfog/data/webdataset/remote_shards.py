@@ -29,6 +29,7 @@ from unfog.data.webdataset.shard_index import ShardIndex, plain_url, shard_name
 from unfog.data.webdataset.tar import BLOCK, is_header
 from unfog.errors import RequestError, RunError
 from unfog.files.cache_folder import cache_folder, cache_limit, hold, make_room
+from unfog.files.positions import pread, pwrite
 from unfog.files.safe_files import Mode, disk_usage, open_file, read_file, remove, write_atomic
 from unfog.text import sanitize
 
@@ -301,8 +302,8 @@ class ByteRangeCache:
         """Return the member of that size at that position of a shard, None if it is not cached whole."""
         name, checksum_at, data_at = _place(key, start)
         with suppress(OSError), _open(self.folder / name, "rb") as file:
-            checksum = os.pread(file, _CHECKSUM_BYTES, checksum_at)
-            if any(checksum) and (data := os.pread(file, size, data_at)) and _checksum(data, size) == checksum:
+            checksum = pread(file, _CHECKSUM_BYTES, checksum_at)
+            if any(checksum) and (data := pread(file, size, data_at)) and _checksum(data, size) == checksum:
                 self._touch(name, file)
                 return data
         return None
@@ -381,7 +382,7 @@ def _checksum(data: bytes, size: int) -> bytes:
 def _write_all(file: int, data: bytes, at: int) -> None:
     view = memoryview(data)
     while view:
-        written = os.pwrite(file, view, at)
+        written = pwrite(file, view, at)
         view, at = view[written:], at + written
 
 

@@ -13,6 +13,12 @@ const USUAL = {n: 8, seed: 0};
 const VIEWS = {x0: "guess of the image", x: "noisy state"};
 const WAIT = 250; // ms that a slider rests before it draws
 
+// Drawings of an answer, which may be older than those known here: newer drawings stay, and so do those that have ended.
+function joined(known, answer) {
+	const last = answer.at(-1)?.job ?? 0, ended = new Map(known.filter((one) => ENDED.includes(one.state)).map((one) => [one.job, one]));
+	return [...answer.map((one) => (ENDED.includes(one.state) ? one : ended.get(one.job) || one)), ...known.filter((one) => one.job > last)];
+}
+
 class Playground extends View {
 	static properties = ["data", "run", "runs", "detail", "form", "edit", "about", "jobs", "job", "shown", "view", "position", "pane", "failed", "past", "future"];
 
@@ -53,14 +59,17 @@ class Playground extends View {
 	}
 
 	load(again = false) {
+		const turn = (this.asked = (this.asked || 0) + 1);
 		return this.attempt(async () => {
-			this.about = await this.data.get("api/draw");
-			this.jobs = this.about.jobs;
+			const about = await this.data.get("api/draw");
+			if (turn < (this.answered || 0)) return; // a later question was answered first
+			this.answered = turn;
+			Object.assign(this, {about, jobs: again ? about.jobs : joined(this.jobs, about.jobs)});
 			if (again && this.job && !this.jobs.some((one) => one.job === this.job.job)) this.job = {...this.job, state: "failed", error: "the server was started anew; draw again"};
-			else if (again && this.job) await this.open(this.job.job, true);
+			else if (again && this.job) await this.update(this.job.job);
 			else if (!this.job && this.jobs.length) {
 				const last = this.jobs.findLast((one) => String(one.run) === String(this.run));
-				if (last && !this.job) await this.open(last.job);
+				if (last && !this.job) await this.open(last.job, () => this.job);
 			}
 		});
 	}
@@ -76,16 +85,21 @@ class Playground extends View {
 		this.job = {...this.job, ...event, kept_steps: next};
 		if (ended && (!ENDED.includes(before) || this.job.copies?.state === "waiting")) {
 			if (!ENDED.includes(before)) announce(event.state === "failed" ? `The drawing failed: ${event.error}` : event.state === "done" ? "The drawing is done" : "The drawing was cancelled");
-			this.open(event.job, true);
+			this.update(event.job);
 			this.load();
 		}
 	}
 
-	// Show a drawing; with `still`, only if no other one was begun while the server answered.
-	open(number, still = false) {
+	// Show the newest state of a drawing, unless another one was begun, or this one has ended, while the server answered.
+	update(number) {
+		return this.open(number, (job) => this.job?.job !== number || (ENDED.includes(this.job.state) && !ENDED.includes(job.state)));
+	}
+
+	// Show a drawing, unless the answer of the server came too late: it is given to `late`.
+	open(number, late = () => false) {
 		return this.attempt(async () => {
 			const job = await this.data.get(`api/draw/${number}`);
-			if (still && (this.job?.job !== number || (ENDED.includes(this.job.state) && !ENDED.includes(job.state)))) return;
+			if (late(job)) return;
 			this.job = job;
 			this.shown = Math.min(this.shown, job.settings.n - 1);
 			this.failed = "";
@@ -128,7 +142,7 @@ class Playground extends View {
 			if (this.job?.job !== job.job) this.past = [...this.past, this.job?.job].filter(Boolean).slice(-100);
 			Object.assign(this, {job, future: [], shown: Math.min(this.shown, job.settings.n - 1)});
 			if (!this.jobs.some((one) => one.job === job.job)) this.jobs = [...this.jobs, job];
-			if (!ENDED.includes(job.state)) this.open(job.job, true); // its events may have been quicker than this answer
+			if (!ENDED.includes(job.state)) this.update(job.job); // its events may have been quicker than this answer
 			announce(ENDED.includes(job.state) ? "This was drawn before" : "Drawing");
 		});
 	}

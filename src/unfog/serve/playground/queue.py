@@ -251,7 +251,8 @@ class DrawingQueue:
         elif job.cancelled:
             job.state = "cancelled"
         else:
-            job.state, job.error = "failed", sanitize(error)
+            job.error = sanitize(error)
+            job.state = "failed"  # last, as other threads read it
 
     def _forget_old(self) -> None:
         """Forget the oldest jobs while there are too many, or too many pixels."""

@@ -25,10 +25,10 @@ def remove_old_checkpoints(checkpoints: Path, keep: Checkpoint) -> None:
         wanted.add(best.step)
     for old in saved:
         if old.step not in wanted:
-            _remove_checkpoint(old.folder)
+            remove_checkpoint(old.folder)
 
 
-def _remove_checkpoint(folder: Path) -> None:
+def remove_checkpoint(folder: Path) -> None:
     """Delete a checkpoint by renaming it first, so that it is whole or gone under its name."""
     aside = folder.with_name(f".old-{folder.name}")
     remove_tree(aside, run_of(aside))
@@ -45,7 +45,7 @@ def replace_checkpoint(written: Path, folder: Path) -> None:
     remove_tree(aside, run_of(aside))
     move(folder, aside, run_of(folder))
     move(written, folder, run_of(folder))
-    _remove_checkpoint(aside)
+    remove_checkpoint(aside)
 
 
 def restore_replaced(checkpoints: Path) -> None:

@@ -224,7 +224,7 @@ def sync(path: Path) -> None:
             os.fsync(file.fileno())
             if hasattr(os, "posix_fadvise"):  # drops the cached pages, so that verification reads the disk
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    elif os.name != "nt":  # Windows keeps folders by itself, and cannot open them
+    elif hasattr(os, "O_DIRECTORY"):  # Windows keeps folders by itself, and cannot open them
         descriptor = os.open(path, os.O_RDONLY)
         with suppress(OSError):  # some network file systems refuse
             os.fsync(descriptor)

@@ -1,0 +1,1 @@
+"""Losses: how far the network's output is from its target."""

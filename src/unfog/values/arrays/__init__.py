@@ -1,0 +1,1 @@
+"""Images in arrays: the axis of their channels, the names of dimensions, and slices of volumes."""
