@@ -30,7 +30,6 @@ WITHOUT_PICTURE = {
     "mirror.md": "about copies of files",
     "microscopy-and-medical.md": "reads files; no scan with a licence for this repository is at hand",
     "python.md": "about code",
-    "text.md": "its own evaluation is not drawn yet",
     "trackers.md": "the pictures are those of other programs",
 }
 
