@@ -181,6 +181,8 @@ def test_no_flag_takes_what_it_cannot_mean(refused, name, annotation):
         words = [f"{flag(name)}={text}"] if kind is bool else [flag(name), *many]
         if kind == "text" and name in ("training.budget", "autoencoder_folder") and text == "":
             continue
+        if name == "checkpoint.mirror" and text != "\x00":  # any path is a folder that can be made
+            continue
         said = refused("train", "fashion", *words)
         assert name.rpartition(".")[2] in said.replace("-", "_"), said
         if kind is not bool:

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -60,7 +60,7 @@ def explain(name: str) -> str:
     return "\n".join(blocks)
 
 
-def _blocks(name: str, settings: list[Description]) -> list[str]:
+def _blocks(name: str, settings: Sequence[Description]) -> list[str]:
     """Return the explanations of the settings, sections, kinds and words that are called so; [] if there are none."""
     # As a flag, as in TOML or by an old name: people paste what they have before them.
     wanted = current_name(re.sub(r"[- ]", "_", name.lstrip("-")))
@@ -79,7 +79,7 @@ def _blocks(name: str, settings: list[Description]) -> list[str]:
     return blocks or [_explain_setting(each) for each in settings if each.path[-1] == wanted]
 
 
-def _explain_advice(name: str, advice: Advice, settings: list[Description]) -> Iterator[str]:
+def _explain_advice(name: str, advice: Advice, settings: Sequence[Description]) -> Iterator[str]:
     """Yield the sentence of an advice, and the explanations of the settings that are meant."""
     lines = [name, "", *textwrap.wrap(advice.text, _WIDTH, initial_indent="  ", subsequent_indent="  ")]
     yield "\n".join([*lines, ""])
@@ -96,7 +96,7 @@ def _list_sections() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _list(section: str, settings: list[Description]) -> str:
+def _list(section: str, settings: Sequence[Description]) -> str:
     lines = [f"{section}: {len(settings)} settings", ""]
     for each in settings:
         lines += textwrap.wrap(f"  {each.setting:28}{each.text}", _WIDTH, subsequent_indent=" " * 30)

@@ -43,7 +43,7 @@ _BLOCK = 2**20  # bytes that are copied at a time
 
 
 class Copied(NamedTuple):
-    """What one pass has copied."""
+    """Result of one pass."""
 
     step: int | None
     """Newest checkpoint of the mirror; None if it has none yet."""
@@ -64,8 +64,11 @@ def check_mirror(run: Path, mirror: str, new: bool) -> Path | None:
         return None
     if is_address(mirror):
         raise RequestError(f"mirror = {mirror!r} is an address and not a path; mount the bucket, and give the folder")
-    place, here = Path(mirror).expanduser(), run.resolve()
-    there = place.resolve()
+    try:
+        place, here = Path(mirror).expanduser(), run.resolve()
+        there = place.resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise RequestError(f"mirror = {mirror!r} is not a path: {error}; give a folder") from None
     if there == here and not new:
         return None  # the run was resumed from its mirror
     if there == here or here in there.parents or there in here.parents:
@@ -135,7 +138,7 @@ class Mirror:
         self._stop.set()
 
     def news(self) -> list[Copied | str]:
-        """Return what was copied since the last call, and the reasons of what could not be."""
+        """Return the results of the passes since the last call; of one that failed the reason."""
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def _work(self) -> None:
@@ -220,7 +223,7 @@ def _remove_others(folder: Path, names: set[str], place: Path) -> None:
 
 
 def _copy_file(run: Path, place: Path, name: Path, seen: dict[str, tuple[int, int]], stop: threading.Event) -> int:
-    """Copy a file unless its copy is as it is. Returns the bytes copied; 0 if it is gone, or is no regular file."""
+    """Copy a file that differs from its copy. Returns the bytes copied; 0 for a link, or if the file is gone."""
     try:
         status = os.lstat(run / name)
     except FileNotFoundError:  # a preview that was replaced, say
