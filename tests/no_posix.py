@@ -192,7 +192,7 @@ def main() -> None:
     import torch.distributed.fsdp
     from PIL import Image
 
-    if "doctor" in sys.argv:  # whose dry run exports
+    if "doctor" in sys.argv and "--quick" not in sys.argv:  # whose dry run exports
         with suppress(ImportError):
             from diffusers import DDIMScheduler, UNet2DModel  # noqa: F401
     Image.init()

@@ -99,3 +99,22 @@ def test_measures_of_association_are_those_of_their_definition():
     assert association(_Comparable(DRAW.integers(0, 200, N + HELD).astype(np.float64), True), numbers) < 0.3
     hidden = _Comparable(np.where(np.arange(N + HELD) < 10, AGE, np.nan), False)
     assert association(hidden, numbers) == 0, "too few images"
+
+
+def test_images_as_conditions_are_checked_by_their_labels_and_those_made_of_the_image_are_not():
+    labels = np.zeros((N + HELD, 1, 2, 2), np.int8)
+    labels[:12, 0, 0, 0], labels[12:20] = 1, -1
+    found = findings(Column("mask", "mask", labels, ("sky", "tree")))["coverage"]
+    assert found.facts["rare"] == ["mask = tree has 12 images"]
+
+    class Made:  # as `MadeValues`, an array of images alone
+        def __len__(self):
+            return N
+
+    assert (
+        check_conditions(
+            ImageSet(np.zeros((1, 1, 2, 2), np.uint8), ["0"], {"grey": Column("grey", "grey", Made())}),
+            ImageSet(np.zeros((0, 1, 2, 2), np.uint8), [], {}),
+        )
+        == []
+    )

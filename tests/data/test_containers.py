@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import bz2
 import gzip
 import json
@@ -14,6 +15,7 @@ import struct
 import sys
 import zipfile
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,13 @@ import pytest
 import unfog
 from conftest import TRANSFORMER
 from unfog.cli.main import main
+from unfog.data.containers import netcdf3
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_objects import Storing
 from unfog.data.sources.registry import open_source
-from unfog.data.sources.stored_images import StoredImages
+from unfog.data.sources.stored_images import Report, StoredImages
 from unfog.errors import RequestError
 from unfog.values.arrays.dimensions import layout_of
 
@@ -41,6 +44,7 @@ xarray = pytest.importorskip("xarray")
 RNG = np.random.default_rng(0)
 MANUAL = Path(unfog.__file__).parents[2] / "docs" / "arrays.md"
 FIELDS = (RNG.normal(size=(24, 12, 16, 4)) * [1, 10, 100, 1000] + [0, 5, 100, -3000]).astype(np.float32)
+KEPT = Storing(keeps=True)
 TURNED = xarray.DataArray(FIELDS.transpose(3, 2, 0, 1), dims=("band", "lon", "time", "lat"))
 
 
@@ -92,6 +96,90 @@ def test_the_images_of_an_array_are_read_one_by_one(tmp_path: Path, kind: str) -
     assert source.stamp() != stamp
 
 
+# t2m [time, lat, lon] is packed in 16 bits, flag has bytes without a sign. All grow by records, in which flag and
+# labels are filled up. Written by the package netCDF4.
+CLASSIC = {
+    "classic": (
+        "c-nJzabsj)U|<GfE-"
+        "1}Xl9`*z00GQ7i6tPK1<cOR1F>0wm<NbK`dCXcOLCx!nLzyF+{Bz52%j5j9&?FNE(4U!0M*9?H3MvKyjx~YPFP}2Da0U<7~}u%U^"
+        "Y*2a$-"
+        "(ud|G01Nq!NK&jymSf4~3(T!|?u@%d?K#i?LtLgXC^1z_?ZvowH05g<RL<s_!#a0iIZ86TQgoSB}Nnu72TOGy#fRUmm0Ak_e}BPT"
+        "H_HK!PE1~OoVgcaiyupASR&jJiDHU@SE4hBwO2y+8%<7MDu;AaqE5M&Ty5N2TE;1Lj!kWo<4&@nKvuyJtl@Bv!G2((R<L5xA1L4r"
+        "Y&L5e||L54w=L5@M5L4iS$L5V?`L4`q;L5)E@AS5CtAtfWHproRvp{1i|!ju_v7#M*1H5fD*v>3D*bQp9Q^ceIR3>XX<j2Mg=Oc+"
+        "cV%oxlWEEp^qtQf2pELpK;!<HR;4jegg=E9X5cOE=>@dji+09_DD`v"
+    ),
+    "64-bit offset": (
+        "c-nJzabsd&U|<GfE-"
+        "1}Xl9`*z00GQ7i6tPK1<cOR1F>0wm<Na%LF|&uk{qaFkU6ZyxrsSB5I#55JmwOkTm~qc0jiG)Y6jTec(=@)oUp{4QiwqyF~<Mj!E"
+        "B!5<iwoR__W02lKdhdpA95u|9}AoxDr!R;`7teic`VPgvdJ-"
+        "3c%z+W@$jJO#%5MEhjM@hg(2w&iK&0;>`5C)D(oDSW1e(E(6JnK(+ON?8-"
+        "?@O3f*Tn}ZCPp<xD+S^$=30*bK!!;X!Coq>aa6ByduKwEhk_!#&Z1Q-MvgcyVwSU7kDL?mPsR5Wx9Oe}01Ts(Xj7#kRYwu&-"
+        "{F^DrrFi0{;F-SAWFvv2<F~~D0Feox8F(@;rFsL%9F{lTGM8qVdWaJc-"
+        "RMa%Ibo5M^GGh({15m#PgC>I(gEoT>gD!&}gFb@+gCT<vgE4~%gDHa<gE@l*gC&C%gY|+XE7ok-"
+        "vSZJIBPY&WxN_spgC{TEfb0hV7oSTY"
+    ),
+    "64-bit data": (
+        "c-"
+        "nJzabsnG0A?WOLSlmeOG##KDg!ED&PgnRv030^`FSugka;{%HX}@|B(o$3Y7i4ltT;C@CkMjjMzfc>#3+{mO^gA}OeQ3IU~0JH-"
+        "7<4>!V+^zQ&Gej|9^+;=P6E3%t?(;OH3}wF9Pz}U~23ipxDEen358opO#jf3h^#nokO7jy4y5Ry~e<jmXnxHg8N}&objP~#hK}Os"
+        "VS%ivXm5oeFRe{0+oi^%fObCn3S4Rj9~{lU`CBMCL6F?CZISAFy7c0*cmt&IDx5v8|X4#20jLU1_1^^1|bGv1{Mw;0TBrq1r-"
+        "e)0}~4y2Nw??2F3<Ppi4v<#2CaGBp4(aq!^?bWEf-_<QU``6c`j4lo*s5R2Wnl)ELwQLLy=kQZjN1N-"
+        "Am^S~_|rOqnr<fdQyrgF%x)i$R+~he4M?k3pZofWeT#h{2e_gu#@-jKQ42g29r(iotrpk`-"
+        "$<Y}v8rz>yPYE?l{B=fRT~Z$S0~02abY`T"
+    ),
+}
+
+
+def classic(tmp_path: Path, kind: str, keep: slice = slice(None)) -> Path:
+    (tmp_path / "a.nc").write_bytes(zlib.decompress(base64.b85decode(CLASSIC[kind]))[keep])
+    return tmp_path / "a.nc"
+
+
+@pytest.mark.parametrize("kind", CLASSIC)
+def test_netcdf_3_is_read_as_netcdf_4_without_a_package(tmp_path: Path, kind: str, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    path = classic(tmp_path, kind)
+    source, flags = open_source(f"{path}:t2m"), open_source(f"{path}:flag")
+    assert "0.5 x the stored numbers + 273" in "".join(source.reading_warnings)
+    assert source.classes == ("0", "1")
+    assert source.in_place
+    for i in (2, 0, 1):
+        numbers = np.arange(20 * i, 20 * i + 20).reshape(4, 5, 1)
+        assert np.array_equal(source.read(i), numbers * 0.5 + 273)
+        assert np.array_equal(flags.read(i), 4 * numbers)
+    with pytest.raises(RequestError, match=r"t2m \(3x4x5 >i2\), flag .*name one"):
+        open_source(path)
+    with pytest.raises(RequestError, match="has no u; it has t2m, flag, labels"):
+        open_source(f"{path}:u")
+
+
+def test_a_damaged_file_of_netcdf_3_is_refused_in_words(tmp_path: Path) -> None:
+    whole = len(classic(tmp_path, "classic").read_bytes())
+    for end in (*range(4, whole - 40, 60), whole - 40):
+        with pytest.raises(RequestError, match=r"truncated|cannot be read|damaged"):
+            open_source(f"{classic(tmp_path, 'classic', slice(end))}:t2m")
+    rng, changed = np.random.default_rng(0), bytearray(classic(tmp_path, "classic").read_bytes())
+    for _ in range(300):
+        data = changed.copy()
+        for at in rng.integers(4, 400, 3):
+            data[at] = rng.choice([0, 1, 3, 10, 127, 128, 255])
+        (tmp_path / "a.nc").write_bytes(data)
+        with suppress(RequestError, ImageError):
+            source = open_source(f"{tmp_path}/a.nc:t2m")
+            source.read(len(source.names) - 1)
+
+
+def test_a_part_of_a_netcdf_3_variable_is_that_of_numpy(tmp_path: Path, monkeypatch: Any) -> None:
+    array, rng = netcdf3.open_netcdf3(str(classic(tmp_path, "64-bit data")), "flag"), np.random.default_rng(0)
+    whole = array.read((slice(None),) * 3)
+    for pieces in (1024, 2):  # few pieces make it read more than is asked for
+        monkeypatch.setattr(netcdf3, "_MOST_PARTS", pieces)
+        for _ in range(100):
+            ends = [sorted(rng.integers(0, length + 1, 2).tolist()) for length in whole.shape]
+            key = tuple(slice(None) if rng.random() < 0.4 else slice(*both) for both in ends)
+            assert np.array_equal(array.read(key), whole[key])
+
+
 @pytest.mark.parametrize("suffix", ["h5", "zarr"])
 def test_without_a_name_the_only_array_is_taken_and_several_are_listed(tmp_path: Path, suffix: str) -> None:
     def write(name: str, values: np.ndarray) -> None:
@@ -125,6 +213,18 @@ def test_packed_values_are_unpacked_and_missing_ones_leave_their_image_out(tmp_p
     assert np.allclose(source.read(3)[..., 0], values[3], atol=0.0051)
     made = prepare(source, Data(cache="memory"))
     assert [(one.name, "NaN" in one.reason) for one in made.report.skipped] == [("00000005", True)]
+
+
+def test_latitudes_from_south_to_north_are_reported() -> None:
+    array = xarray.DataArray(FIELDS, dims=("time", "lat", "lon", "band"), coords={"lat": np.linspace(-80, 80, 12)})
+    said = list[str]()
+    StoredImages.store(array, report=Report(said.append), storing=KEPT)
+    assert ["north is below" in line for line in said] == [True]
+    turned = open_source(
+        str(StoredImages.store(array.sortby("lat", ascending=False), report=Report(said.append), storing=KEPT))
+    )
+    assert len(said) == 1
+    assert np.array_equal(turned.read(2), FIELDS[2, ::-1])
 
 
 def test_labels_beside_a_dataset_are_its_classes(tmp_path: Path) -> None:
@@ -208,7 +308,7 @@ def test_what_is_in_other_files_or_is_no_array_of_numbers_is_refused(tmp_path: P
     for content, word in (
         (whole[: len(whole) // 2], "truncated"),
         (b"abc", "restore"),
-        (b"CDF\1" + bytes(99), "nccopy"),
+        (b"CDF\3" + bytes(99), "no version of NetCDF"),
     ):
         (tmp_path / "b.h5").write_bytes(content)
         with pytest.raises(RequestError, match=word):

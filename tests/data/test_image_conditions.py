@@ -13,11 +13,12 @@ from unfog.data.settings import Data, parse_condition
 from unfog.data.sources.registry import open_source
 from unfog.device.sharded_rng import rows_of
 from unfog.errors import RequestError
+from unfog.models.condition_layers import IMAGES
 from unfog.values.columns import Column
 from unfog.values.condition_format import ConditionFormat, conditions_of, facts_of
 from unfog.values.conditions import Conditions
-from unfog.values.image_kinds import picture_of, picture_text
-from unfog.values.made_conditions import enlarged, fixed_draws, reduced
+from unfog.values.kinds.image_kinds import IMAGE_KINDS, picture_of, picture_text
+from unfog.values.kinds.made_conditions import enlarged, fixed_draws, reduced
 
 HEIGHT, WIDTH = 12, 16
 
@@ -253,3 +254,7 @@ def test_pictures_of_samples_are_texts():
     assert format.conditions(format.usual, [0]).image.isnan().all()
     with pytest.raises(RequestError, match="not a picture"):
         format.parse({"twin": [3]})
+
+
+def test_networks_take_all_kinds_of_images():
+    assert sorted(IMAGES) == sorted(IMAGE_KINDS)

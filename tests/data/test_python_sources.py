@@ -14,6 +14,7 @@ import unfog
 from conftest import TRANSFORMER
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
+from unfog.data.sources.image_objects import Storing
 from unfog.data.sources.registry import open_source
 from unfog.data.sources.stored_images import Report, StoredImages
 from unfog.errors import RequestError
@@ -263,3 +264,41 @@ def test_a_run_on_objects_resumes_and_keeps_its_images(tmp_path: Path, monkeypat
         unfog.resume("moved", steps=3)
     again = unfog.resume("moved", steps=3, source=[(image, f"kind {i % 3}") for i, image in enumerate(PILS)])
     assert again.checkpoint.step == 3
+
+
+@pytest.mark.parametrize("kind", ["f4", "f2", "f8", "i2", "u2", "u1", "i4", "list"])
+def test_masked_values_are_unknown_and_never_their_numbers(kind: str) -> None:
+    values = np.arange(10 * 8 * 8 * 2).reshape(10, 8, 8, 2) % 251
+    masked = np.ma.array(values.astype("f4" if kind == "list" else kind), mask=values > 240)
+    source = list(masked) if kind == "list" else masked
+    without, data = (Data(dtype="float32", unknown=unknown, cache="memory") for unknown in ("none", "nan"))
+    path = str(StoredImages.store(source, storing=Storing.of(data)))
+    skipped = prepare(open_source(path), without).report.skipped
+    assert len(skipped) == sum((values > 240).any((1, 2, 3))) > 0
+    assert "NaN" in skipped[0].reason
+    train = prepare(open_source(path), data).train
+    images = np.asarray(train.pixels[: len(train)])[np.argsort(train.names)]
+    assert (np.isnan(images) == (values > 240).transpose(0, 3, 1, 2)).all()
+    assert (np.nan_to_num(images) == np.where(values > 240, 0, values).transpose(0, 3, 1, 2)).all()
+
+
+def test_an_array_without_masked_values_is_as_without_a_mask() -> None:
+    values = np.random.default_rng(0).integers(0, 255, (5, 8, 8, 3), np.uint8)
+    assert StoredImages.store(np.ma.array(values)) == StoredImages.store(values)
+
+
+class Computed:
+    """An array as those of Dask and JAX: with the protocol of NumPy, and computed when it is read."""
+
+    def __init__(self, values: np.ndarray, nbytes: int) -> None:
+        self.values, self.nbytes, self.shape, self.dtype = values, nbytes, values.shape, values.dtype
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.asarray(self.values, dtype)
+
+
+def test_an_array_that_is_computed_is_read_where_memory_suffices() -> None:
+    values = np.random.default_rng(0).normal(size=(5, 8, 8, 2)).astype("f4")
+    assert StoredImages.store(Computed(values, values.nbytes)) == StoredImages.store(values)
+    with pytest.raises(RequestError, match=r"the Computed has 1,000\.0 GB.*FILE\.zarr:VARIABLE"):
+        StoredImages.store(Computed(values, 10**12))

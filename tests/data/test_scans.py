@@ -148,6 +148,15 @@ def test_the_axes_of_tiff_files_are_those_of_their_headers(tmp_path: Path) -> No
     assert "--data.axes NCHW" in source.reading_warnings[0]
 
 
+@pytest.mark.parametrize("kind", ["u2", "i2", "f4"])
+@pytest.mark.parametrize("bands", [2, 3, 4])
+def test_bands_that_lie_one_after_the_other_are_channels(kind: str, bands: int, tmp_path: Path) -> None:
+    values = (RNG.random((bands, 10, 12)) * 1000).astype(kind)
+    tifffile.imwrite(tmp_path / "a.tif", values, photometric="minisblack", planarconfig="separate")
+    source = open_source(tmp_path)
+    assert np.array_equal(source.read(0), values.transpose(1, 2, 0))
+
+
 def test_12_bits_in_16_keep_their_range(tmp_path: Path) -> None:
     for i in range(3):
         write_dicom(tmp_path / f"{i}.dcm", VOLUME.clip(0, 3000), RescaleSlope=None, RescaleIntercept=None)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from unfog.errors import RequestError
-from unfog.evaluation.image_agreement import crps, psnr, ssim
+from unfog.evaluation.image_agreement import agreement, crps, psnr, ssim
 
 RNG = np.random.default_rng(0)
 TRUTH = RNG.uniform(0, 255, (3, 2, 13, 16))
@@ -62,3 +62,18 @@ def test_crps_is_the_integral_over_distribution_functions_without_its_bias():
     assert crps(alike, torch.from_numpy(truth)).tolist() == pytest.approx(error.tolist())
     with pytest.raises(RequestError, match="two draws"):
         crps(torch.zeros(1, 2, 1, 4, 4), torch.zeros(2, 1, 4, 4))
+
+
+def test_agreement_has_the_measures_of_one_draw_of_their_mean_and_of_what_is_given():
+    truth = torch.from_numpy(TRUTH)
+    draws = torch.stack([truth + 20, truth - 20])
+    measured = agreement("grey", draws, truth, truth + 10, 255)
+    psnr_, ssim_, crps_ = measured
+    assert [one.measure for one in measured] == ["PSNR", "SSIM", "CRPS"]
+    assert psnr_.value == pytest.approx(20 * np.log10(255 / 20)) == pytest.approx(psnr_.low)
+    assert psnr_.given == pytest.approx(20 * np.log10(25.5))
+    assert psnr_.mean == 100  # equal to the truth: no infinity, which files cannot hold
+    assert ssim_.shuffled < 0.5 < ssim_.value < ssim_.mean
+    assert crps_.value == pytest.approx(0)  # 20 of the error less 20 of the distance of the draws
+    assert crps_.given == pytest.approx(10 / 255)
+    assert [one.measure for one in agreement("grey", draws[..., :8], truth[..., :8], None, 255)] == ["PSNR", "CRPS"]

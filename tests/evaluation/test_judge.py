@@ -6,11 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 from unfog.evaluation.condition_worth import ALL, another_image, condition_worth
 from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, midpoints
 from unfog.evaluation.judge import Judge
-from unfog.evaluation.judged_kinds import JUDGED, Retrieval, average_precision, main_scores, score_condition
+from unfog.evaluation.judged_kinds import JUDGED, Retrieval, average_precision, grid_of, main_scores, score_condition
 from unfog.values.columns import Column
 from unfog.values.condition_format import ConditionFormat, conditions_of, facts_of
 from unfog.values.condition_kinds import KINDS, ColumnFacts
@@ -285,3 +286,25 @@ def test_the_worth_of_a_condition_is_what_the_loss_loses_without_it():
     assert everything.none == pytest.approx(107)
     parts = HeldOutBuckets(tuple(HeldOut(x0[a:b], told.rows(slice(a, b)), midpoints(2)) for a, b in ((0, 1), (1, 12))))
     assert condition_worth(parts, loss_at, format.places, lambda name: True, 5)[0] == replace(age)
+
+
+def test_masks_are_mirrored_with_the_images_and_read_pixel_by_pixel():
+    facts = ColumnFacts("mask", "mask", ("a", "b", "c"), (1.0, 40.0, 48.0))
+    kind, grid = JUDGED["mask"], grid_of(40, 48)
+    assert grid[0] * grid[1] <= 1024
+    masks = np.random.default_rng(0).integers(0, 3, (2, 1, 40, 48)).astype(np.int8)
+    masks[1] = -1
+    target = kind.target(facts, masks)
+    assert target.shape == (2, grid[0] * grid[1])
+    assert target[1].isnan().all()
+    assert torch.equal(kind.mirrored(facts, target)[0].view(grid), target[0].view(grid).flip(1))
+    output = F.one_hot(target[:1].long(), 3).float().movedim(2, 1).flatten(1)  # [1, labels, pixels]
+    assert output.shape[1] == kind.outputs(facts)
+    read = kind.read(facts, output)
+    assert torch.equal(read.float(), target[:1])
+    ones = torch.ones(1, 1, dtype=torch.float64)
+    assert [float(kind.score(name, facts, read, target[:1], ones)) for name in kind.measures] == [1.0, 1.0]
+    none = torch.zeros_like(read)
+    share = float((target[0] == 0).double().mean())
+    assert float(kind.score("pixel accuracy", facts, none, target[:1], ones)) == pytest.approx(share)
+    assert float(kind.score("mean IoU", facts, none, target[:1], ones)) == pytest.approx(share / 3)

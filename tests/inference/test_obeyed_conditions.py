@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import unfog
 from unfog.cli.main import main
@@ -17,6 +18,7 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.page.run_data import read_evaluations
 
 pytestmark = pytest.mark.slow
+MEASURES = "PSNR", "SSIM", "CRPS"
 NEVER = {"every": -1}
 TINY = {"network": "dit:depth=1,width=32,patch=4", "batch": 4, "device": "cpu", "preview": NEVER, "steps": 1}
 
@@ -180,3 +182,72 @@ def test_a_run_without_conditions_is_evaluated_by_the_usual_metrics(tmp_path, mo
     assert not found.obeys
     assert not found.worth
     assert {"kid", "detail"} <= {one.metric for one in found.measured}
+
+
+def coloured(count=120):
+    """Images in colour whose mask is where they are bright, and the masks, of labels 0 and 1."""
+    draw = np.random.default_rng(1)
+    masks = np.zeros((count, 16, 16), np.uint8)
+    for mask, (y, x) in zip(masks, draw.integers(0, 8, (count, 2)), strict=True):
+        mask[y : y + 8, x : x + 8] = 1
+    images = draw.integers(0, 100, (count, 16, 16, 3)) + 150 * masks[..., None]
+    return images.astype(np.uint8), masks
+
+
+@pytest.fixture(scope="module")
+def with_images(tmp_path_factory):
+    out = tmp_path_factory.mktemp("images")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("UNFOG_CACHE", str(out / "cache"))
+        patched.setattr("unfog.evaluation.judge._STEPS", (60, 60))
+        images, masks = coloured()
+        for name, each in {"images": images, "masks": masks}.items():
+            (out / name).mkdir()
+            for i, one in enumerate(each):
+                Image.fromarray(one).save(out / name / f"{i:03}.png")
+        evaluate = {"every": 2, "metrics": ["obeys"], "samples": 12, "reference": 20, "metrics_every": 2}
+        condition = f"mask={out / 'masks'},grey"
+        settings = TINY | {"steps": 2, "sampler": {"steps": 2}, "data": {"held_out": 0.2}}
+        unfog.train(out / "images", condition=condition, out=out / "run", evaluate=evaluate, **settings)
+    return out / "run"
+
+
+def test_masks_are_judged_and_other_images_compared_with_the_truth(with_images, monkeypatch):
+    record = json.loads((with_images / "metrics.jsonl").read_text().splitlines()[-1])
+    assert record["obeys_grey"] == record["ssim"]
+    assert record["obeys"] == pytest.approx((record["ssim"] + record["obeys_mask"]) / 2)
+    assert record["obeys_real"] > 0.9
+    assert 0 < record["crps"] < 0.5
+    monkeypatch.setenv("UNFOG_CACHE", str(with_images.parent / "cache"))
+    monkeypatch.setattr("unfog.evaluation.judge._STEPS", (60, 60))
+    found = unfog.load(with_images).evaluate("obeys,worth", n=20, steps=2)
+    assert [one.measure for one in found.obeys] == ["pixel accuracy", "mean IoU"]
+    assert found.obeys[1].real > 0.9 > found.obeys[1].shuffled
+    assert [(one.condition, one.measure) for one in found.truth] == [
+        ("grey", name) for name in ("PSNR", "SSIM", "CRPS")
+    ]
+    psnr, ssim, crps = found.truth
+    assert psnr.low < psnr.value < psnr.high
+    assert psnr.given > psnr.value  # the network draws noise
+    assert (psnr.n, psnr.draws) == (28, 4)
+    assert ssim.given < 1
+    assert crps.given < crps.value
+    assert {one.condition for one in found.worth} == {"mask", "grey", "all"}
+    lines = "\n".join(found.lines())
+    assert "without a judge" not in lines
+    assert "Draws and the held-out images, 4 draws for each" in lines
+    (shown,) = read_evaluations(with_images)
+    assert [row[:2] for row in shown["tables"][1]["rows"]] == [("grey", name) for name in MEASURES]
+
+
+def test_a_network_that_ignores_a_mask_is_noticed(with_images, monkeypatch):
+    monkeypatch.setenv("UNFOG_CACHE", str(with_images.parent / "cache"))
+    monkeypatch.setattr("unfog.evaluation.judge._STEPS", (60, 60))
+    run = unfog.load(with_images)
+    with StopSignals() as stop:
+        dataset, _ = load_images(run.config, stop)
+    judge = ConditionJudge.open(run.config, dataset)
+    pixels = dataset.train.pixels[:]
+    right, broken = (judge.score([each], dataset.train.columns) for each in (pixels, np.roll(pixels, 1, 0)))
+    assert {one.obeyed for one in right} == {"yes"}
+    assert {one.obeyed for one in broken} == {"no"}

@@ -21,6 +21,7 @@ from unfog.errors import RequestError
 from unfog.files.seals import seal_of_object
 from unfog.process.machine_key import machine_key
 from unfog.reporting import notebook
+from unfog.reporting.channel_sheets import encode_channels
 from unfog.reporting.image_grids import decode_png, encode_png, grid
 from unfog.reporting.log_settings import Log
 from unfog.reporting.page.run_data import read_evaluations
@@ -82,7 +83,8 @@ def embedded(text):
     )
     (data,) = [json.loads(data) for _, kind, data in parsed.inside if kind == "application/json"]
     (run,) = data["runs"]
-    assert all(uri.startswith("data:image/png;base64,") for uri in run["pictures"].values())
+    uris = [one["picture"] if isinstance(one, dict) else one for one in run["pictures"].values()]
+    assert all(uri.startswith("data:image/png;base64,") for uri in uris)
     return run
 
 
@@ -232,13 +234,16 @@ def test_a_picture_of_a_run_that_takes_long_is_left_out():
         decode_png(png[:33] + chunk(b"abCd") * 10_001 + png[33:])
 
 
-@pytest.mark.parametrize("linked", ["samples", "evaluations", "evaluations/sub", "checkpoints", "denoising"])
+@pytest.mark.parametrize(
+    "linked", ["samples", "evaluations", "evaluations/sub", "checkpoints", "denoising", "channels"]
+)
 def test_a_linked_folder_in_a_run_is_not_read(run_dir, tmp_path, linked):
     """A report is sent to others; what is elsewhere on this machine must not get into it."""
     stored = {"step": 7, "drawn": {}, "measured": [], "copies": [{"picture": "sub/q.png"}, {"picture": "q.png"}]}
     places = {"evaluations/00000007-a.json": json.dumps(stored).encode(), "checkpoints/00000007/manifest.json": b"{}"}
     for name in ("evaluations/sub/q.png", "evaluations/q.png", "samples/00000007.png", "denoising/00000007.png"):
         places[name] = encode_png(np.zeros((4, 4), np.uint8))
+    places["channels/00000007.png"] = encode_channels(np.zeros((1, 1, 4, 4), np.uint8), [[0, 1, 2]])
     for name, content in places.items():
         (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
         (run_dir / name).write_bytes(content)
@@ -248,11 +253,13 @@ def test_a_linked_folder_in_a_run_is_not_read(run_dir, tmp_path, linked):
     shown = {
         "samples": run["previews"],
         "denoising": run["denoising"],
+        "channels": run["channels"],
         "evaluations": run["evaluations"],
         "evaluations/sub": [one for one in run["evaluations"] if one["copies"][0]["picture"]],
         "checkpoints": run["checkpoints"],
     }
     assert not shown[linked]
+    shown = {name: found for name, found in shown.items() if (linked, name) != ("samples", "channels")}
     assert all(found for name, found in shown.items() if not name.startswith(linked) and not linked.startswith(name))
 
 

@@ -59,6 +59,7 @@ SUBFOLDERS = {
     "models.foreign": {""},
     "inference.exports": {""},
     "runs.weights": set(),
+    "values.kinds": {""},
 }
 
 

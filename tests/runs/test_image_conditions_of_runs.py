@@ -188,6 +188,35 @@ def test_the_command_line_writes_what_was_given(pairs):
         unfog.load(pairs / "run").export(pairs / "export")
 
 
+@pytest.mark.slow
+def test_grids_and_tables_take_files(pairs):
+    condition = f"mask={pairs / 'masks'},grey"
+    run = unfog.train(pairs / "images", out=pairs / "run", steps=1, **TINY, condition=condition)
+    shaken(run.network)
+    greys, masks = ([str(pairs / name / f"00{i}.png") for i in range(3)] for name in ("images", "masks"))
+    (pairs / "rows.csv").write_text("file_name,grey,mask\na,images/000.png,masks/001.png\nb,,masks/002.png\n")
+    asked = {"steps": 2, "guidance": {"mask": 2, "grey": 1.5}}
+    drawn = run.sample(given_table=pairs / "rows.csv", **asked)
+    by_hand = run.sample(2, given={"grey": [greys[0], None], "mask": masks[1:]}, **asked)
+    assert np.array_equal(np.asarray(drawn), np.asarray(by_hand))
+    cells = run.sample(grid={"mask": ",".join(masks[:2]), "grey": greys}, **asked)
+    alone = run.sample(1, given={"mask": masks[0], "grey": greys[0]}, **asked)
+    assert len(cells) == 6
+    assert np.allclose(np.asarray(cells)[:1].astype(int), np.asarray(alone), atol=1)
+    words = ["--steps", "2", "--out", str(pairs / "out"), "--grid", f"mask={masks[0]},{masks[1]}"]
+    with pytest.raises(SystemExit) as ended:
+        main(["sample", str(pairs / "run"), *words])
+    assert ended.value.code in (None, 0)
+    (pairs / "wrong.csv").write_text("grey\nnowhere.png\n")
+    for wrong, word in [
+        ({"given_table": pairs / "wrong.csv"}, "row 1: grey = nowhere.png is not a file"),
+        ({"grid": {"mask": "all"}}, "all"),
+        ({"grid": {"mask": [masks[0], masks[0]]}}, "twice"),
+    ]:
+        with pytest.raises(RequestError, match=word):
+            run.sample(steps=2, **wrong)
+
+
 def test_latents_and_other_sizes_are_refused():
     facts = facts_of([Column("grey", "grey", grey_values((2, 1, 8, 16)))])
     with pytest.raises(RequestError, match="latents"):

@@ -101,8 +101,10 @@ def test_each_kind_has_a_field_and_the_history_keeps_its_value(run):
         markers.get_by_role("button", name="clear markers").click()
         age.get_by_role("button", name="clear age").click()
         assert sorted(given()) == ["place=0.1;0.2", "stain=HE"]
-        page.locator(".history button").filter(has_text="age=60").first.click()
-        wait_until(lambda: len(given()) == 4, 60)
+        # A moved slider draws by itself once it rests, so some drawings have a part of these.
+        whole = page.locator(".history button").filter(has_text="place=0.1;0.2").filter(has_text="markers=thin, dark")
+        whole.filter(has_text="age=60").filter(has_text="stain=HE").first.click()
+        wait_until(lambda: sorted(given()) == sorted(told))
         page.get_by_role("button", name="Grid of two settings").click()
         for axis, name, values in (("a", "given age", "20, 40"), ("b", "given stain", "HE, PAS")):
             page.select_option(f"unfog-grid select[name={axis}]", name)

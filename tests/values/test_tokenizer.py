@@ -5,7 +5,8 @@ import random
 import pytest
 
 from unfog.errors import RequestError
-from unfog.values.condition_kinds import LONGEST_TEXT, ColumnFacts, kind_of
+from unfog.values.condition_kinds import ColumnFacts, kind_of
+from unfog.values.kinds.text_kind import LONGEST_TEXT
 from unfog.values.tokenizer import BYTES, Tokenizer, learn_merges, normalize_caption
 
 CAPTIONS = [

@@ -98,7 +98,7 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     # Imported only now, as torch takes seconds: a wrong request is refused before.
     from unfog.pipeline.denoising_pictures import MOST_SAMPLES, DenoisingAnimation, DenoisingStrip
     from unfog.pipeline.edit_images import build_edit
-    from unfog.pipeline.given_images import read_pictures
+    from unfog.pipeline.given_images import read_grid, read_pictures
     from unfog.pipeline.measurement import write_posterior
 
     stored = stored.with_view(request.view) if request.view else stored
@@ -109,7 +109,7 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     # Before the weights are read.
     format.parse(asked)
     if request.cells is not None:
-        format.crossed(request.cells, asked)
+        format.crossed(read_grid(stored, request.cells), asked)
     elif request.given_table is not None:
         read_given_table(request.given_table, format)
     elif len(prompts) > request.n:

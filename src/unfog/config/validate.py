@@ -33,7 +33,7 @@ from unfog.reporting.progress import plural, say
 from unfog.settings import is_auto
 from unfog.text import sanitize
 from unfog.values.image_format import scaled, sides_of, size_of
-from unfog.values.image_kinds import image_columns
+from unfog.values.kinds.image_kinds import image_columns
 
 # Factor of the noise from which on a step of Heun in 2 or 3 steps is refused.
 _LONGEST_STEP = 100

@@ -26,8 +26,8 @@ from unfog.data.settings import Data
 from unfog.device.sharded_rng import draw_rows
 from unfog.values.conditions import Conditions
 from unfog.values.image_format import BYTES, StoredValues, in_colour, luma_weights
-from unfog.values.image_kinds import IMAGE_KINDS, image_spans
-from unfog.values.made_conditions import with_made
+from unfog.values.kinds.image_kinds import IMAGE_KINDS, image_spans
+from unfog.values.kinds.made_conditions import with_made
 
 if TYPE_CHECKING:
     from unfog.values.condition_kinds import ColumnFacts

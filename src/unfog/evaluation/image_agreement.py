@@ -6,14 +6,20 @@ judge is needed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from unfog.errors import RequestError
+from unfog.evaluation.held_out import MeanEstimate
+from unfog.evaluation.metrics import Z
 
 _WINDOW, _SIGMA = 11, 1.5  # of SSIM, and below its constants, as Wang et al. 2004 have them
 _K1, _K2 = 0.01, 0.03
+PSNR, SSIM, CRPS = "PSNR", "SSIM", "CRPS"
+_MOST_DECIBELS = 100.0  # of images that are equal to rounding errors
 
 
 def psnr(images: Tensor, truth: Tensor, reach: float) -> Tensor:
@@ -72,6 +78,69 @@ def crps(draws: Tensor, truth: Tensor) -> Tensor:
     weights = 2 * torch.arange(count, dtype=torch.float64, device=draws.device) - (count - 1)
     apart = torch.einsum("m,mn->n", weights, ordered.flatten(2).mean(2)) * 2 / (count * (count - 1))
     return (draws.double() - truth.double()).abs().flatten(2).mean((0, 2)) - apart / 2
+
+
+@dataclass(frozen=True)
+class ImageAgreement:
+    """Agreement of draws with the true images whose conditions they were given: mean over images, 95% interval."""
+
+    condition: str
+    """Names of the conditions that are images, with commas between them."""
+    measure: str
+    """PSNR in decibels, SSIM, or CRPS as a share of the range of values, of which 0 is best."""
+    value: float
+    """Of one draw; CRPS is of all draws of an image together."""
+    low: float
+    high: float
+    mean: float
+    """Of the mean of the draws of an image."""
+    given: float | None
+    """Of what is given, such as the bicubic enlargement; None if it is of other values than the image."""
+    shuffled: float
+    """Of one draw, compared with another image."""
+    n: int
+    """Images."""
+    draws: int
+    """Of each image."""
+
+
+def agreement(condition: str, draws: Tensor, truth: Tensor, given: Tensor | None, reach: float) -> list[ImageAgreement]:
+    """Return PSNR, SSIM unless images are too small, and CRPS.
+
+    Args:
+        condition: name of what was given.
+        draws: [M, N, C, H, W], M and N at least 2.
+        truth: [N, C, H, W].
+        given: like `truth`, or None.
+        reach: see `psnr`.
+    """
+    count, images = draws.shape[:2]
+    other, found = truth.roll(1, 0), list[ImageAgreement]()
+    for measure, of_pair in ((PSNR, _decibels), (SSIM, ssim), (CRPS, _absolute_error)):
+        if measure == SSIM and min(truth.shape[2:]) < _WINDOW:
+            continue
+        each = torch.stack([of_pair(one, truth, reach) for one in draws])  # [M, N]
+        if measure == CRPS:
+            each = (crps(draws, truth) / reach)[None]
+            shuffled = crps(draws, other) / reach
+        else:
+            shuffled = torch.stack([of_pair(one, other, reach) for one in draws])
+        mean = MeanEstimate.over_images(each)
+        of_mean = float(of_pair(draws.double().mean(0), truth, reach).mean())
+        of_given = None if given is None else float(of_pair(given, truth, reach).mean())
+        ends = mean.value - Z * mean.error, mean.value + Z * mean.error
+        one = condition, measure, mean.value, *ends, of_mean, of_given, float(shuffled.mean()), images, count
+        found.append(ImageAgreement(*one))
+    return found
+
+
+def _decibels(images: Tensor, truth: Tensor, reach: float) -> Tensor:
+    return psnr(images, truth, reach).clamp(max=_MOST_DECIBELS)
+
+
+def _absolute_error(images: Tensor, truth: Tensor, reach: float) -> Tensor:
+    """Return the CRPS of draws that are all alike, as a share of the range."""
+    return (images.double() - truth.double()).abs().flatten(1).mean(1) / reach
 
 
 def _check_equal(images: Tensor, truth: Tensor) -> None:

@@ -19,18 +19,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unfog.evaluation.judged_kinds import JUDGED
+from unfog.evaluation.judged_kinds import JUDGED, grid_of
 from unfog.values.condition_kinds import ColumnFacts
 from unfog.values.image_format import ImageFormat
 
 VERSION = 1
 """Of the network and its training; judges of another version are trained again."""
-_PIXELS = 1024  # of the images that the network sees; larger ones are scaled down
 _VALUES = 2**25  # of all training images in memory
 _IMAGES = 20_000  # training images, at most
 _BATCH, _EPOCHS, _STEPS = 64, 30, (200, 600)  # steps at least and at most
 _RATE, _DECAY, _WARM = 3e-3, 0.02, 0.1
 _WIDTH = 32
+_PIXEL_WIDTH, _APART = 24, (1, 2, 4)  # of the layers that read masks: they see 32 pixels a side
 _LARGEST = 10.0  # deviations of a channel, beyond which values of broken images are cut off
 
 
@@ -46,7 +46,8 @@ class _Network(nn.Module):
 
     def __init__(self, channels: int, grid: tuple[int, int], facts: Sequence[ColumnFacts]):
         super().__init__()
-        outputs = sum(JUDGED[one.kind].outputs(one) for one in facts)
+        outputs = sum(JUDGED[one.kind].outputs(one) for one in facts if not JUDGED[one.kind].of_pixels)
+        labels = sum(len(one.categories) for one in facts if JUDGED[one.kind].of_pixels)
         self.grid = grid
         self.register_buffer("mean", torch.zeros(channels, 1, 1))
         self.register_buffer("deviation", torch.ones(channels, 1, 1))
@@ -59,10 +60,12 @@ class _Network(nn.Module):
         places = [min(4, -(-side // 4)) for side in grid]
         self.body = nn.Sequential(*layers, nn.AdaptiveAvgPool2d((places[0], places[1])), nn.Flatten(), nn.Dropout(0.1))
         self.hidden = nn.Linear(widths[-1] * places[0] * places[1], 4 * _WIDTH)
-        self.last = nn.Linear(4 * _WIDTH, outputs)
+        self.last = nn.Linear(4 * _WIDTH, max(1, outputs))
         # By number, as a name of a column may be none of a module.
         readers = {f"{i}": JUDGED[one.kind].reader(one) for i, one in enumerate(facts)}
         self.readers = nn.ModuleDict({name: one for name, one in readers.items() if one is not None})
+        self.outputs = outputs
+        self.pixels = _PixelReader(channels, labels) if labels else None
 
     def scale(self, x0: Tensor) -> Tensor:
         """Return model values of any size, scaled to the grid by means of those that are known; NaN without any."""
@@ -77,8 +80,28 @@ class _Network(nn.Module):
         return ((scaled - self.mean) / self.deviation).clamp(-_LARGEST, _LARGEST).nan_to_num(0.0)
 
     def forward(self, standard: Tensor) -> Tensor:
-        outputs: Tensor = self.last(F.relu(self.hidden(self.body(standard))))
-        return outputs
+        pixels = [] if self.pixels is None else [self.pixels(standard).flatten(1)]
+        if pixels and not self.outputs:  # masks alone
+            alone: Tensor = pixels[0]
+            return alone
+        return torch.cat([self.last(F.relu(self.hidden(self.body(standard)))), *pixels], 1)
+
+
+class _PixelReader(nn.Module):
+    """Images [B, C, h, w] -> numbers of `labels` labels for each pixel, [B, labels, h, w]."""
+
+    def __init__(self, channels: int, labels: int):
+        super().__init__()
+        layers: list[nn.Module] = [nn.Conv2d(channels, _PIXEL_WIDTH, 4, 2, 1), nn.BatchNorm2d(_PIXEL_WIDTH), nn.ReLU()]
+        for apart in _APART:  # at half the size, which takes a quarter of the time
+            layers += [nn.Conv2d(_PIXEL_WIDTH, _PIXEL_WIDTH, 3, padding=apart, dilation=apart)]
+            layers += [nn.BatchNorm2d(_PIXEL_WIDTH), nn.ReLU()]
+        self.layers = nn.Sequential(*layers, nn.Conv2d(_PIXEL_WIDTH, 4 * labels, 1), nn.PixelShuffle(2))
+
+    def forward(self, standard: Tensor) -> Tensor:
+        height, width = standard.shape[2:]
+        found: Tensor = self.layers(F.pad(standard, (0, width % 2, 0, height % 2)))
+        return found[:, :, :height, :width]
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,19 +109,20 @@ class Judge:
     """A trained judge of some columns of images of a format."""
 
     facts: tuple[ColumnFacts, ...]
+    """Masks come last."""
     format: ImageFormat
     network: _Network
 
     @classmethod
     def untrained(cls, facts: Sequence[ColumnFacts], format: ImageFormat) -> Judge:
         """Return a judge with fresh weights of a fixed seed. Every column is of a kind in `JUDGED`."""
-        height, width = format.height, format.width
-        scale = min(1.0, math.sqrt(_PIXELS / (height * width)))
-        grid = max(1, round(height * scale)), max(1, round(width * scale))
+        grid = grid_of(format.height, format.width)
+        # Those of pixels come last, as the network has them.
+        ordered = sorted(facts, key=lambda one: JUDGED[one.kind].of_pixels)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            network = _Network(format.channels, grid, facts)
-        return cls(tuple(facts), format, network.eval())
+            network = _Network(format.channels, grid, ordered)
+        return cls(tuple(ordered), format, network.eval())
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -161,13 +185,16 @@ class Judge:
             self.network.train()
             for step in range(steps):
                 rows = order[step * batch : (step + 1) * batch]
-                images = x[rows]
+                images, asked = x[rows], [each[rows] for each in targets]
                 if flip:
-                    images = torch.where(torch.rand(batch, 1, 1, 1) < 0.5, images.flip(3), images)
+                    other = torch.rand(batch, 1, 1, 1) < 0.5
+                    images = torch.where(other, images.flip(3), images)
+                    mirrored = [JUDGED[one.kind].mirrored(one, each) for one, each in zip(self.facts, asked)]
+                    asked = [torch.where(other[:, 0, 0], new, old) for new, old in zip(mirrored, asked)]
                 for group in optimizer.param_groups:
                     group["lr"] = _RATE * _schedule(step / steps)
                 optimizer.zero_grad()
-                self._loss(self.network(images), [each[rows] for each in targets]).backward()  # type: ignore[no-untyped-call]
+                self._loss(self.network(images), asked).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 progress(step + 1, steps)
         self.network.eval()
@@ -199,10 +226,13 @@ class Judge:
 
     @torch.inference_mode()
     def read(self, images: Iterable[NDArray[Any]]) -> list[Tensor]:
-        """Return the outputs [N, K] for each column, of parts [n, C, H, W] of stored images of any size."""
+        """Return its readings of each column, [N, …], of parts [n, C, H, W] of stored images of any size."""
+        found = list[list[Tensor]]()
         with _one_thread():
-            found = [self.network(self.network.standardise(self._scale(part))) for part in images]
-        return [each.clone() for each in self._split(torch.cat(found))]
+            for part in images:
+                outputs = self._split(self.network(self.network.standardise(self._scale(part))))
+                found.append([JUDGED[one.kind].read(one, each).clone() for one, each in zip(self.facts, outputs)])
+        return [torch.cat(each) for each in zip(*found)]
 
 
 def _steps(count: int) -> int:

@@ -1,7 +1,7 @@
 """Scores of conditions: whether images have what was asked, by what a judge reads from them, for each kind.
 
-A judge has outputs [N, K] for each column. A new kind is a class here and in `JUDGED`. Conditions that are images need
-no judge: `evaluation.image_agreement` has the measures for them.
+A judge has outputs [N, K] for each column. A new kind is a class here and in `JUDGED`. Conditions that are images, but
+for masks, need no judge: `evaluation.image_agreement` has the measures for them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from unfog.values.condition_kinds import ColumnFacts, kind_of
 FEWEST = 10
 """Fewest images with a known value that are scored."""
 ACCURACY, ERROR, R2, PRECISION = "accuracy", "error", "R2", "average precision"
+PIXELS, IOU = "pixel accuracy", "mean IoU"
+_LARGEST_GRID = 1024  # pixels at which a judge sees images; larger ones are scaled down
 R1, R5 = "R@1", "R@5"
 CANDIDATES = 100
 """Captions among which that of an image is looked for."""
@@ -44,7 +46,8 @@ class ConditionScore:
     condition: str
     kind: str
     measure: str
-    """Accuracy, error (root mean square, in the units of the source), R2, average precision, R@1 or R@5."""
+    """Accuracy, error (root mean square, in the units of the source), R2, average precision, R@1, R@5; of masks pixel
+    accuracy and mean IoU."""
     value: float
     low: float
     high: float
@@ -62,11 +65,19 @@ class ConditionScore:
     """Whether samples have what was asked: "yes", "partly", "no", or why that is not known."""
 
 
+def grid_of(height: int, width: int) -> tuple[int, int]:
+    """Return the height and width at which a judge sees images of this size."""
+    scale = min(1.0, math.sqrt(_LARGEST_GRID / (height * width)))
+    return max(1, round(height * scale)), max(1, round(width * scale))
+
+
 class JudgedKind:
     """Base of the kinds: the outputs of a judge for columns of a kind, their loss and their scores."""
 
     measures: ClassVar[tuple[str, ...]]
     """The first one is at most 1, and 1 is perfect."""
+    of_pixels: ClassVar[bool] = False
+    """Whether the outputs are `categories` of numbers for each pixel of the grid, [N, K, h, w], flattened."""
 
     def outputs(self, facts: ColumnFacts) -> int:
         """Return the number K of outputs of the judge."""
@@ -75,6 +86,14 @@ class JudgedKind:
     def target(self, facts: ColumnFacts, values: NDArray[Any]) -> Tensor:
         """Return values [N, …] of a column as float32 [N, T] to train on and to score with; NaN where not known."""
         raise NotImplementedError
+
+    def mirrored(self, facts: ColumnFacts, target: Tensor) -> Tensor:
+        """Return the targets [N, T] of the mirror images."""
+        return target
+
+    def read(self, facts: ColumnFacts, output: Tensor) -> Tensor:
+        """Return the readings [N, …] that scores are computed with, of outputs [N, K] of a judge."""
+        return output
 
     def reader(self, facts: ColumnFacts) -> nn.Module | None:
         """Return a network, trained with the judge, of targets: outputs are compared with what it makes of them."""
@@ -166,6 +185,46 @@ def average_precision(output: Tensor, present: Tensor, weights: Tensor) -> Tenso
     total = hits.sum(1)
     mean = (hits * precision).sum(1) / total.clamp(min=1e-300)
     return mean.masked_fill((total <= 0) | (total >= weights.sum(1)), math.nan)
+
+
+class _Masks(JudgedKind):
+    """The label of each pixel, at the size of the grid of the judge."""
+
+    measures = (PIXELS, IOU)
+    of_pixels = True
+
+    def outputs(self, facts: ColumnFacts) -> int:
+        return len(facts.categories) * math.prod(self._grid(facts))
+
+    @staticmethod
+    def _grid(facts: ColumnFacts) -> tuple[int, int]:
+        return grid_of(*map(int, facts.statistics[1:3]))
+
+    def target(self, facts: ColumnFacts, values: NDArray[Any]) -> Tensor:
+        labels = torch.from_numpy(np.asarray(values, np.float32))
+        small = F.interpolate(labels, self._grid(facts), mode="nearest-exact").flatten(1)
+        return torch.where(small >= 0, small, math.nan)
+
+    def mirrored(self, facts: ColumnFacts, target: Tensor) -> Tensor:
+        return target.reshape(-1, *self._grid(facts)).flip(2).flatten(1)
+
+    def read(self, facts: ColumnFacts, output: Tensor) -> Tensor:
+        return output.reshape(len(output), len(facts.categories), -1).argmax(1).to(torch.int8)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.reshape(len(output), -1, target.shape[1]), target.long())
+
+    def score(self, measure: str, facts: ColumnFacts, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+        if measure == PIXELS:
+            return weights @ (output == target).double().mean(1) / weights.sum(1)
+        found, either = list[Tensor](), list[Tensor]()
+        for label in range(len(facts.categories)):
+            read, asked = output == label, target == label
+            found.append((read & asked).sum(1))
+            either.append((read | asked).sum(1))
+        shared, all_ = (weights @ torch.stack(each, 1).double() for each in (found, either))
+        # A label that is in no image and is read in none says nothing: 0 / 0 is NaN.
+        return (shared / all_).nanmean(1)
 
 
 class _CaptionReader(nn.Module):
@@ -263,6 +322,7 @@ JUDGED: dict[str, JudgedKind] = {
     "number": _Number(),
     "several": _AnyOfSeveral(),
     "vector": _Numbers(),
+    "mask": _Masks(),
     "text": _Captions(),
 }
 

@@ -23,6 +23,7 @@ from unfog.diffusion.noise import NoiseSource
 from unfog.evaluation.condition_worth import ConditionWorth
 from unfog.evaluation.features import compute_features
 from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, MeanEstimate
+from unfog.evaluation.image_agreement import ImageAgreement
 from unfog.evaluation.judged_kinds import ConditionScore
 from unfog.evaluation.metrics import MetricResult, Z
 from unfog.evaluation.value_metrics import Curve
@@ -43,16 +44,18 @@ from unfog.inference.memorization import (
     check_memorization_by_features,
     check_memorization_by_pixels,
 )
-from unfog.inference.obeyed_conditions import ConditionJudge, in_parts, measure_worth
+from unfog.inference.obeyed_conditions import ConditionJudge, in_parts, judged_columns, measure_worth
+from unfog.inference.true_images import compare_with_truth
 from unfog.pipeline.build import build_held_out_set, build_loss_at
-from unfog.pipeline.generate import view_grid
+from unfog.pipeline.generate import generate_images, view_grid
 from unfog.reporting.charts import as_file, curve_chart
 from unfog.reporting.findings import Finding
-from unfog.reporting.image_grids import save_png
+from unfog.reporting.image_grids import Pixels, save_png
 from unfog.reporting.progress import Progress
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World
 from unfog.values.columns import rows_of
+from unfog.values.condition_format import Given
 from unfog.values.condition_requests import spell_guidance
 
 _MOST_HELD_OUT = 1000  # held-out images of the loss
@@ -76,6 +79,7 @@ def compute_metrics(
     curves = list[Curve]()
     of_sizes = list[MetricResult]()
     obeys, judge, worth = list[ConditionScore](), "", list[ConditionWorth]()
+    truth = list[ImageAgreement]()
     if (mixed := samples.mixed) is not None:
         compared = setup.compared
         _ = compared.real_features  # by all ranks, as those of the samples
@@ -87,7 +91,9 @@ def compute_metrics(
             _draw_curves(curves, out)
             copies += _search_copies(setup, mixed, fake, out)
             if OBEYS in compared.metrics:
-                obeys, judge = _judge_samples(run.config, setup, mixed)
+                truth = _compare_with_truth(run, setup)
+                if judged_columns(run.config.conditions):
+                    obeys, judge = _judge_samples(run.config, setup, mixed)
         if len(samples.parts) > 1:
             of_sizes = _measure_sizes(setup, samples.parts, world)
     said = verdict(metrics, copies)
@@ -100,7 +106,18 @@ def compute_metrics(
             assert held_out is not None, "the worth is left out where no images are held out"
             worth = measure_worth(run.config, held_out, build_loss_at(run.network, run.config), setup.generation.batch)
     drawn_curves = [asdict(curve) for curve in curves]
-    return Evaluation(run.step, generation, metrics, copies, said, spectrum, drawn_curves, obeys, judge, worth)
+    return Evaluation(run.step, generation, metrics, copies, said, spectrum, drawn_curves, obeys, judge, worth, truth)
+
+
+def _compare_with_truth(run: LoadedRun, setup: EvaluationSetup) -> list[ImageAgreement]:
+    """Return how draws from the images that are conditions agree with the held-out images themselves."""
+
+    def draw(count: int, given: Given) -> Pixels:
+        generation = replace(setup.generation, count=count, given=given, first=0)
+        with Progress("drawing for held-out images", count) as progress:
+            return generate_images(run.network, run.config, generation, progress.update, guide=setup.guide)
+
+    return compare_with_truth(run.config, setup.dataset, draw)
 
 
 def _judge_samples(

@@ -51,7 +51,7 @@ from unfog.inference.evaluation_files import (
 )
 from unfog.inference.guide import resolve_guidance
 from unfog.inference.loaded_run import LoadedRun, load_run_images, weights_digest
-from unfog.inference.obeyed_conditions import check_condition_metrics, judged_columns
+from unfog.inference.obeyed_conditions import can_be_obeyed, check_condition_metrics
 from unfog.pipeline.generate import GenerationSettings, cost_per_sample, generate_images, proportional_given
 from unfog.pipeline.load_data import load_images
 from unfog.process.device import choose_device
@@ -226,7 +226,7 @@ def _possible_metrics(
     format, conditions = run.config.image_format, run.config.conditions
     metrics = (*_usual_metrics(request, format.is_picture, features is not None), *["held_out"] * (not request.metrics))
     if not request.metrics and conditions.can_be_dropped:
-        metrics += (*[OBEYS] * bool(judged_columns(conditions)), WORTH)
+        metrics += (*[OBEYS] * can_be_obeyed(conditions), WORTH)
     if not format.is_picture:
         check_for_values(metrics, str(format))
     check_condition_metrics(metrics, conditions)

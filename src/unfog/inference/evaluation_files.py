@@ -21,6 +21,7 @@ from unfog.data.dataset import Dataset, ImageSet
 from unfog.diffusion.denoiser import Denoiser
 from unfog.errors import RunError
 from unfog.evaluation.condition_worth import ConditionWorth
+from unfog.evaluation.image_agreement import ImageAgreement
 from unfog.evaluation.judged_kinds import ConditionScore
 from unfog.evaluation.metrics import MetricResult
 from unfog.files.safe_files import LARGEST_TEXT, make_folder, read_file, write_atomic
@@ -42,6 +43,7 @@ _HEADER_BYTES = 2**16  # of a file of samples, besides these
 
 _OBEYS_HEAD = ("condition", "measure", "samples", "95% interval", "real images", "shuffled", "n", "obeyed")
 _WORTH_HEAD = ("condition", "shuffled", "95% interval", "not given", "95% interval")
+_TRUTH_HEAD = ("condition", "measure", "one draw", "95% interval", "mean of draws", "given", "shuffled", "n")
 _TABLE_HEAD = ("metric", "value", "95% interval", "real images", "n", "reference", "features", "resize")
 
 
@@ -101,6 +103,8 @@ class Evaluation:
     """Network and real images of `obeys`, as a sentence."""
     worth: Sequence[ConditionWorth] = ()
     """What each condition is worth, in held-out loss."""
+    truth: Sequence[ImageAgreement] = ()
+    """How draws from conditions that are images agree with the held-out images."""
     seconds: float = 0.0
     asked: Mapping[str, Any] = field(default_factory=dict)
 
@@ -142,6 +146,9 @@ class Evaluation:
         if self.judge:
             said = f"Samples and what was asked, by a judge: {self.judge}"
             tables.append((said, [_OBEYS_HEAD, *map(_obeys_row, self.obeys)]))
+        if self.truth:
+            said = f"Draws and the held-out images, {self.truth[0].draws} draws for each"
+            tables.append((said, [_TRUTH_HEAD, *map(_truth_row, self.truth)]))
         if self.worth:
             one = self.worth[0]
             known = one.loss_low is not None and one.loss_high is not None
@@ -182,7 +189,8 @@ class Evaluation:
                 measured = [MetricResult(**one) for one in stored.pop("measured")]
                 obeys = [ConditionScore(**one) for one in stored.pop("obeys", ())]
                 worth = [ConditionWorth(**one) for one in stored.pop("worth", ())]
-                return cls(measured=measured, obeys=obeys, worth=worth, **stored)
+                truth = [ImageAgreement(**one) for one in stored.pop("truth", ())]
+                return cls(measured=measured, obeys=obeys, worth=worth, truth=truth, **stored)
         return None
 
 
@@ -201,6 +209,15 @@ def _obeys_row(one: ConditionScore) -> tuple[str, ...]:
     return (
         *(one.condition, one.measure, f"{one.value:.3g}", within),
         *(real, f"{one.shuffled:.3g}", f"{one.n:,}", one.obeyed),
+    )
+
+
+def _truth_row(one: ImageAgreement) -> tuple[str, ...]:
+    given = "" if one.given is None else f"{one.given:.3g}"
+    within = f"{one.low:.3g} to {one.high:.3g}"
+    return (
+        *(one.condition, one.measure, f"{one.value:.3g}", within),
+        *(f"{one.mean:.3g}", given, f"{one.shuffled:.3g}", f"{one.n:,}"),
     )
 
 

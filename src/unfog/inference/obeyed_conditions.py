@@ -26,6 +26,7 @@ from unfog.evaluation.judge import VERSION, Batch, Judge
 from unfog.evaluation.judged_kinds import JUDGED, ConditionScore, JudgedKind, Retrieval, score_condition
 from unfog.files.cache_folder import cache_folder, hold, make_room, release
 from unfog.files.safe_files import tensor_file, write_atomic
+from unfog.inference.true_images import compared_columns
 from unfog.reporting.progress import Progress, plural
 from unfog.values.columns import Column
 from unfog.values.condition_format import ConditionFormat
@@ -42,11 +43,16 @@ def judged_columns(format: ConditionFormat) -> tuple[ColumnFacts, ...]:
     return tuple(one for one in format.facts if one.kind in JUDGED and (one.statistics or len(one.categories) > 1))
 
 
+def can_be_obeyed(format: ConditionFormat) -> bool:
+    """Return True if a condition has a judge, or is an image that samples can be compared with."""
+    return bool(judged_columns(format) or compared_columns(format))
+
+
 def check_condition_metrics(metrics: Sequence[str], conditions: ConditionFormat) -> None:
     """Raise RequestError if one of the metrics is of conditions that a run does not have, or that have no judge."""
     if wrong := [name for name in (OBEYS, WORTH) if name in metrics and not conditions.can_be_dropped]:
         raise RequestError(f"{wrong[0]} is of runs with conditions, and this one has none; leave it out")
-    if OBEYS in metrics and not judged_columns(conditions):
+    if OBEYS in metrics and not can_be_obeyed(conditions):
         raise RequestError(f"{OBEYS} has no judge for {', '.join(map(str, conditions.facts))}; leave it out")
 
 
@@ -67,8 +73,8 @@ class ConditionJudge:
     @classmethod
     def open(cls, config: Config, dataset: Dataset) -> ConditionJudge:
         """Return the judge of a run from the cache, or train it. `judged_columns` of the run may not be empty."""
-        columns, train = judged_columns(config.conditions), dataset.train
-        judge = Judge.untrained(columns, dataset.settings.image_format)
+        judge, train = Judge.untrained(judged_columns(config.conditions), dataset.settings.image_format), dataset.train
+        columns = judge.facts
         rows = evenly_spaced(len(train), judge.most_images)
         held_out = evenly_spaced(len(dataset.held_out), _MOST_REAL)
         kept = rows[::_KEPT] if len(held_out) < _FEW_HELD_OUT else rows[:0]
@@ -85,7 +91,8 @@ class ConditionJudge:
         said = f"a small network trained on {trained}; real images: {' and '.join(parts)}"
         kinds = [_kind(judge, i, dataset) for i in range(len(columns))]
         said += "".join(f"; {one.name}: {kind}" for one, kind in zip(columns, kinds) if isinstance(kind, Retrieval))
-        if others := [one.name for one in config.conditions.facts if one not in columns]:
+        compared = compared_columns(config.conditions)
+        if others := [one.name for one in config.conditions.facts if one not in (*columns, *compared)]:
             said += f"; without a judge: {', '.join(others)}"
         read = [torch.cat(each) for each in zip(*outputs)]
         return cls(judge, columns, read, [np.concatenate(each) for each in zip(*values)], kinds, said)

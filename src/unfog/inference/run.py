@@ -17,6 +17,7 @@ from unfog.config.aliases import SAMPLING, usual_arguments
 from unfog.config.requests.evaluate import EvaluationRequest
 from unfog.config.requests.export import ExportSettings
 from unfog.config.requests.sample import SamplingRequest
+from unfog.config.schema import Config
 from unfog.config.toml import update
 from unfog.config.validate import folder_path, path_text
 from unfog.custom import consent
@@ -29,7 +30,7 @@ from unfog.inference.guide import Guide, resolve_guidance
 from unfog.inference.loaded_run import FAR, LoadedRun, weights_digest
 from unfog.pipeline.edit_images import ImageInput, build_edit
 from unfog.pipeline.generate import GenerationSettings, generate_batches
-from unfog.pipeline.given_images import read_pictures
+from unfog.pipeline.given_images import read_grid, read_pictures
 from unfog.pipeline.measurement import MeasureInput, Measurement, ObservedInput, build_measurement
 from unfog.process.device import available_memory
 from unfog.reporting.image_grids import Pixels, captioned_grid
@@ -39,7 +40,7 @@ from unfog.reporting.progress import plural, warn
 from unfog.text import format_bytes, sanitize
 from unfog.training.precision import DTYPES
 from unfog.values.columns import CLASS
-from unfog.values.condition_format import ConditionFormat, Given
+from unfog.values.condition_format import Given
 from unfog.values.condition_requests import CellNames, passes, spell_guidance
 from unfog.values.image_format import Size, are_pictures, to_pillow
 
@@ -141,17 +142,18 @@ class _Sampled(NamedTuple):
 
 
 def _read_conditions(
-    format: ConditionFormat,
+    config: Config,
     request: SamplingRequest,
     given: Mapping[str, object],
     table: str | PathLike[str] | None,
 ) -> _Sampled:
     """Return the conditions of a request: those of its table, its grid, and `given`. RequestError if two have one."""
+    format = config.conditions
     if table is None and request.cells is None:
         return _Sampled(format.parse(given), request.n, None, ())
     if table is None:
         assert request.cells is not None
-        told, cells = format.crossed(request.cells, given)
+        told, cells = format.crossed(read_grid(config, request.cells), given)
         return _Sampled(told, request.count(cells.cells, "the cells of the grid are"), cells, ())
     if request.cells is not None:
         raise RequestError("given_table and grid both give conditions; give one of them")
@@ -161,7 +163,7 @@ def _read_conditions(
         raise RequestError(f"given_table and given both have {twice!r}; give it once")
     if read.unused:
         warn(f"not used, as this run has no such conditions: {', '.join(read.unused)}")
-    told = format.parse({**given, **read.given})
+    told = format.parse({**given, **read_pictures(config, read.given, read.rows)})
     return _Sampled(told, request.count(read.rows, "the rows of the table are"), None, read.files)
 
 
@@ -303,7 +305,7 @@ class Run(LoadedRun):
             raise RequestError(
                 "measure draws one posterior, so all samples have the same conditions; give them by given"
             )
-        told = _read_conditions(conditions, request, asked, given_table)
+        told = _read_conditions(self.config, request, asked, given_table)
         generation = GenerationSettings(
             told.n,
             self.sampler(request.sampler, request.steps, request.noise_grid, request.levels),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,11 +11,12 @@ from torch import Tensor, nn
 
 from unfog.errors import RequestError
 from unfog.values.conditions import Conditions
-from unfog.values.image_kinds import image_spans
 
 if TYPE_CHECKING:
     from unfog.values.condition_kinds import ColumnFacts
 
+IMAGES = ("degrade", "grey", "hole", "image", "mask")
+"""Kinds of the columns that are images; written out, as this module is copied into exports."""
 _WAVES = (0.5, 1.0, 2.0, 4.0, 8.0)  # radians for each deviation of a number
 
 
@@ -98,13 +100,18 @@ class ImageInput(nn.Module):
     known; there the others are 0.
 
     Args:
-        columns: facts on the columns.
+        columns: facts on the columns, all of which are images.
     """
 
     def __init__(self, columns: Sequence[ColumnFacts]) -> None:
         super().__init__()
-        self._parts = [(one.kind, span, one.statistics[3:], len(one.categories)) for one, span in image_spans(columns)]
-        self.channels = sum(one.inputs for one, _ in image_spans(columns))
+        # The first of their statistics is the number of channels.
+        ends = [0, *accumulate(int(one.statistics[0]) for one in columns)]
+        self._parts = [
+            (one.kind, slice(*span), one.statistics[3:], len(one.categories))
+            for one, span in zip(columns, pairwise(ends))
+        ]
+        self.channels = sum(one.inputs for one in columns)
         """Channels that are added to those of the image; 0 without such columns."""
 
     def forward(self, x: Tensor, image: Tensor | None) -> Tensor:

@@ -13,10 +13,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from unfog.errors import RequestError
-from unfog.models.condition_layers import ColumnEmbedding, ImageInput
+from unfog.models.condition_layers import IMAGES, ColumnEmbedding, ImageInput
 from unfog.models.text_encoder import Text, TextEncoder
 from unfog.values.conditions import Conditions, ConditionsLike
-from unfog.values.image_kinds import IMAGE_KINDS
 
 if TYPE_CHECKING:
     from unfog.values.condition_format import ConditionFormat
@@ -153,7 +152,7 @@ class ConditionalNetwork(nn.Module):
         super().__init__()
         self.settings, self.image_channels, self.num_classes = settings, image_channels, len(conditions.classes)
         self.mask_channels = conditions.mask_channels
-        images = [one for one in conditions.columns if one.kind in IMAGE_KINDS]
+        images = [one for one in conditions.columns if one.kind in IMAGES]
         self.image_input = ImageInput(images) if images else None
         # Not by the property of `ConditionFormat`: exported code has the fields alone.
         text = next((one for one in conditions.columns if one.kind == "text"), None)
@@ -169,7 +168,7 @@ class ConditionalNetwork(nn.Module):
         inputs = conditions.augment_inputs
         self.augment_embedding = self._condition_layer(inputs, width) if inputs else None
         self.column_embedding = self.text_encoder = self.text_embedding = None
-        if columns := [one for one in conditions.columns if one is not text and one.kind not in IMAGE_KINDS]:
+        if columns := [one for one in conditions.columns if one is not text and one.kind not in IMAGES]:
             layer = partial(self._condition_layer, width=width)
             self.column_embedding = ColumnEmbedding(columns, layer, self.conditions_have_power_1)
         if text is not None:

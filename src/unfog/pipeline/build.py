@@ -44,7 +44,7 @@ from unfog.training.loop import Intervals
 from unfog.training.precision import Precision
 from unfog.training.state import TrainState
 from unfog.values.conditions import Conditions
-from unfog.values.image_kinds import image_columns
+from unfog.values.kinds.image_kinds import image_columns
 
 # Device types on which convolutions keep their weights in the format that they compute in. Each weight would else be
 # converted twice a step and its gradient once: 153 launches with `cifar10`. On a CPU it would change the bits of runs.

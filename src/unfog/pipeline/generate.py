@@ -32,6 +32,7 @@ from unfog.diffusion.sampler import TWO_CALLS, Denoise, Observe, Sampler
 from unfog.diffusion.steps import PURE_NOISE, Watch
 from unfog.errors import RequestError
 from unfog.pipeline.latents import ImageMap
+from unfog.reporting.channel_sheets import encode_channels
 from unfog.reporting.image_grids import Pixels, captioned_grid, grid, with_bar, with_caption
 from unfog.training.precision import DTYPES, default_memory_format, drawing_precision
 from unfog.training.settings import SamplingPrecision
@@ -286,13 +287,25 @@ def check_guidance(config: Config, scale: GuidanceScale) -> None:
 
 def sample_grid(samples: Pixels, names: Sequence[str]) -> Pixels:
     """Return one image of all samples; whole cycles through up to 20 names get a column for each name, captioned."""
-    whole = 1 < len(names) <= 20 and len(samples) % len(names) == 0
-    return captioned_grid(samples, names) if whole else grid(samples)
+    return captioned_grid(samples, names) if _in_columns(samples, names) else grid(samples)
+
+
+def _in_columns(samples: NDArray[Any], names: Sequence[str]) -> bool:
+    return 1 < len(names) <= 20 and len(samples) % len(names) == 0
 
 
 def view_grid(config: Config, samples: NDArray[Any], names: Sequence[str]) -> Pixels:
     """Return `sample_grid` of samples [N, H, W, C] as `preview.view` shows them, with the values that colours mean."""
     return with_legend(sample_grid(config.view(samples), names), config)
+
+
+def view_channels(config: Config, samples: NDArray[Any], names: Sequence[str]) -> bytes:
+    """Return a PNG of all channels of samples [N, H, W, C], for other views than `preview.view`; b"" of pictures."""
+    format = config.image_format
+    if format.is_picture:
+        return b""
+    ends = [[format.stored_value(c, x) for x in (-1.0, 0.0, 1.0)] for c in range(format.channels)]
+    return encode_channels(format.planes(samples), ends, names if _in_columns(samples, names) else ())
 
 
 def with_legend(picture: Pixels, config: Config) -> Pixels:

@@ -26,9 +26,10 @@ from unfog.errors import RequestError
 from unfog.settings import is_auto
 from unfog.text import sanitize
 from unfog.values.condition_kinds import ColumnFacts
+from unfog.values.condition_requests import MOST_CELLS, ConditionGrid
 from unfog.values.image_format import STORED, ImageFormat, StoredValues, size_of, to_pillow
-from unfog.values.image_kinds import IMAGE_KINDS, Picture, image_columns, picture_text
-from unfog.values.made_conditions import enlarged, made_of
+from unfog.values.kinds.image_kinds import IMAGE_KINDS, Picture, image_columns, picture_text
+from unfog.values.kinds.made_conditions import enlarged, made_of
 
 _Found = Image.Image | DeepImage | NDArray[Any]
 _OPAQUE = 128  # of 255
@@ -57,14 +58,20 @@ def read_pictures(config: Config, given: Any, most: int) -> Mapping[str, object]
     changed = dict(given)
     for facts in images:
         if facts.name in given:
-            changed[facts.name] = [_picture(config, facts, one) for one in _each(facts.name, given[facts.name], most)]
+            changed[facts.name] = [_picture(config, facts, one) for one in _each(facts, given[facts.name], most)]
     return changed
 
 
-def _each(name: str, value: object, most: int) -> Sequence[_Given | Picture]:
+def read_grid(config: Config, grid: ConditionGrid) -> ConditionGrid:
+    """Return a grid with pictures in place of files, folders and arrays; RequestError as `read_pictures`."""
+    return ConditionGrid(tuple(read_pictures(config, dict(grid.axes), MOST_CELLS).items()))
+
+
+def _each(facts: ColumnFacts, value: object, most: int) -> Sequence[_Given | Picture]:
     """Return the pictures that a value stands for, `most` at most. RequestError if it is another value."""
-    found = list[_Given | Picture]()
-    for one in _parts(name, value):
+    name, found = facts.name, list[_Given | Picture]()
+    hidden = Picture(IMAGE_KINDS[facts.kind].unknown(facts))
+    for one in _parts(name, value, hidden):
         found.extend([one] if isinstance(one, _Given | Picture) else _of_text(name, one, most))
         if len(found) >= most:
             break
@@ -73,16 +80,16 @@ def _each(name: str, value: object, most: int) -> Sequence[_Given | Picture]:
     return found[:most]
 
 
-def _parts(name: str, value: object) -> Iterator[_Given | Picture | str]:
-    if isinstance(value, Picture):
-        yield value
+def _parts(name: str, value: object, hidden: Picture) -> Iterator[_Given | Picture | str]:
+    if value is None or isinstance(value, Picture):
+        yield hidden if value is None else value
     elif isinstance(value, str | PathLike):
         yield str(value)
     elif isinstance(value, Image.Image):
         yield _Given("picture", value.copy)
     elif isinstance(value, list | tuple):
         for i, each in enumerate(value):
-            for part in _parts(name, each):
+            for part in _parts(name, each, hidden):
                 yield part._replace(name=str(i)) if isinstance(part, _Given) else part
     else:
         yield from _of_array(name, value)

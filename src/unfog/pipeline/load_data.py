@@ -42,7 +42,7 @@ from unfog.values.columns import Column
 from unfog.values.condition_format import facts_of
 from unfog.values.condition_kinds import ColumnFacts, kind_of
 from unfog.values.image_format import BYTES
-from unfog.values.image_kinds import MADE, image_columns
+from unfog.values.kinds.image_kinds import MADE, image_columns
 
 _TOP = re.compile(r"/|(?:[-_.\d][-\w]*)?\.tar/", re.IGNORECASE)  # ends the top folder, or the word that names a shard
 _FEW_NUMBERS = 20  # different numbers that may be names of categories

@@ -30,11 +30,13 @@ from unfog.files.safe_files import (
     write_atomic,
 )
 from unfog.process.heartbeat import Heartbeat
+from unfog.reporting.channel_sheets import FOLDER as CHANNELS
 from unfog.reporting.progress import say
 from unfog.text import sanitize
 
 # Folder in a run with its copy of the autoencoder, or in an autoencoder's run with the result.
 AUTOENCODER_FOLDER = "codec"
+_PICTURES = ("samples", "denoising", CHANNELS)  # folders of a run
 _FROM_PYTHON = re.compile(r"-[0-9a-f]{32}\.(npz|images)$")  # end of the name of images that were given as objects
 _LAUNCH_FILE = "launch"  # in a run: names the launch by torchrun that created it
 _COPIES_TRIED = 3  # newest checkpoints in which a sound config.toml is looked for
@@ -184,7 +186,7 @@ class RunFolder:
 
     def check_own_files(self) -> None:
         """RequestError if a folder or record that training writes to is a link, a pipe or the like."""
-        folders = (self.checkpoints, self.averages, self.path / "samples", self.path / "denoising")
+        folders = (self.checkpoints, self.averages, *(self.path / name for name in _PICTURES))
         for path in (*folders, self.metrics, self.events):
             if path == self.averages and path.is_file() and not path.is_symlink():
                 continue  # somebody's file costs the snapshots, which the run can do without

@@ -124,11 +124,16 @@ class Recorder:
 
     def log_image(self, step: int, name: str, pixels: Pixels) -> None:
         """Save an image, uint8 [H, W, 3], as RUN/<name>/<step>.png; "samples" are the preview grids."""
-        path = self.run_dir / name / f"{step:08d}.png"
-        self._images[path] = encode_png(pixels)
-        self._write(self._write_images)
+        path = self.keep_image(step, name, encode_png(pixels))
         self._each_sink(lambda sink: sink.log_image(step, name, pixels))
         self.callbacks(SampleEvent(step, self.seconds, name, path, pixels))
+
+    def keep_image(self, step: int, name: str, data: bytes) -> Path:
+        """Save a PNG as RUN/<name>/<step>.png, for no sink, and return its path."""
+        path = self.run_dir / name / f"{step:08d}.png"
+        self._images[path] = data
+        self._write(self._write_images)
+        return path
 
     def event(self, kind: str, step: int, **fields: object) -> None:
         """Write a line of events and synchronise everything written so far."""

@@ -16,6 +16,8 @@ import numpy as np
 
 from unfog.errors import RequestError
 from unfog.files.safe_files import list_folder, write_atomic
+from unfog.reporting.channel_sheets import FOLDER as CHANNELS
+from unfog.reporting.channel_sheets import read_channels
 from unfog.reporting.image_grids import png_data_uri
 from unfog.reporting.page import run_data
 from unfog.reporting.page.bundle import embed
@@ -32,6 +34,7 @@ from unfog.reporting.records import (
 
 _FILMSTRIP = 12  # sample grids over time, at most
 _THUMBNAIL, _LARGE = 400, 1600  # pixels across, at most, that an image is embedded with
+_CHANNEL_BYTES = 2**23  # of all sheets of channels that are embedded
 _EVENTS = 300  # latest events shown, at most
 _MOST_COLUMNS = 200  # people add columns of their own; a damaged file could have any number
 _LONGEST_LIST = 64
@@ -93,7 +96,7 @@ def _record(run_dir: Path, events: Sequence[Row]) -> dict[str, Any]:
 def _pictures(run_dir: Path) -> dict[str, Any]:
     """Return the sample grids, the strips of denoising, the contact sheet and those of evaluations, as data URIs."""
     samples, denoising = _numbered(run_dir / "samples", ".png"), _numbered(run_dir / "denoising", ".png")
-    pictures: dict[str, str] = {}
+    pictures: dict[str, Any] = {}
     shown: dict[str, list[int]] = {"preview": [], "denoising": []}
     # Of the last ones the pixels are seen; the others show how it came to that.
     wanted = [("preview", step, path, _THUMBNAIL) for step, path in _evenly(samples, _FILMSTRIP)[:-1]]
@@ -103,6 +106,7 @@ def _pictures(run_dir: Path) -> dict[str, Any]:
         if uri := _data_uri(path, run_dir, widest):
             pictures[f"{kind}/{step}"] = uri
             shown[kind].append(step)
+    pictures |= (channels := _channels(run_dir, shown["preview"]))
     if uri := _data_uri(run_dir / "contact-sheet.png", run_dir, _LARGE):
         pictures["contact"] = uri
     evaluations = run_data.read_evaluations(run_dir)
@@ -110,11 +114,25 @@ def _pictures(run_dir: Path) -> dict[str, Any]:
         copy["picture"] = copy["picture"] and _data_uri(copy["picture"], run_dir, _LARGE)
     return {
         "previews": shown["preview"],
+        "channels": [int(name.partition("/")[2]) for name in channels],
         "denoising": shown["denoising"],
         "contact_sheet": "contact" in pictures,
         "pictures": pictures,
         "evaluations": evaluations,
     }
+
+
+def _channels(run_dir: Path, steps: Sequence[int]) -> dict[str, Any]:
+    """Return the sheets of channels of these previews, as far as they are small enough, the newest first."""
+    found, size = dict[str, Any](), 0
+    for step in reversed(steps):
+        sheet = read_channels(run_dir / CHANNELS / f"{step:08d}.png", run_dir)
+        size += len(sheet["picture"]) if sheet else 0
+        if size > _CHANNEL_BYTES:
+            break
+        if sheet:
+            found[f"channels/{step}"] = sheet
+    return found
 
 
 def _state(events: Sequence[Row]) -> tuple[str, str] | None:

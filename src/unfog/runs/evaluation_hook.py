@@ -20,10 +20,12 @@ from unfog.config.schema import Config
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.errors import RequestError
 from unfog.evaluation.features import Features, open_features
+from unfog.evaluation.image_agreement import SSIM, ImageAgreement
 from unfog.evaluation.judge import Judge
 from unfog.evaluation.judged_kinds import ConditionScore, main_scores
 from unfog.inference.compare_images import Comparison
 from unfog.inference.obeyed_conditions import ConditionJudge, check_condition_metrics, in_parts, judged_columns
+from unfog.inference.true_images import DRAWS, MOST_IMAGES, compare_with_truth, compared_columns
 from unfog.pipeline.build import build_network
 from unfog.pipeline.generate import GenerationSettings, cost_per_sample, proportional_given
 from unfog.planning.auto_settings import AutoSettings
@@ -105,7 +107,9 @@ def _choose_samples(auto: AutoSettings, images: ImageSet, features: Features | N
 
     def once(samples: int, reference: int) -> float:
         metrics = _metric_flops(config, samples, reference, costs.width)
-        return samples * (costs.sample + costs.features) + metrics
+        # Draws for held-out images.
+        others = min(samples, DRAWS * MOST_IMAGES) * bool(_is_compared(config))
+        return samples * (costs.sample + costs.features) + others * costs.sample + metrics
 
     chosen, each = _fit_to_budget(config, len(images), costs, allowed, once)
     _adopt_metrics(auto, chosen, each / costs.training)
@@ -193,9 +197,9 @@ def _count_costs(config: Config, images: ImageSet, features: Features | None, de
             pixels = torch.from_numpy(np.ascontiguousarray(images.pixels[evenly_spaced(len(images), few)]))
             width = features(pixels).shape[1]
             extraction = measure_flops(lambda: features(pixels)) / len(pixels) + _PER_VALUE * pixels[0].numel()
-        judge, judged = 0.0, config.evaluate.OBEYS in config.evaluate.metrics
-        if judged:
-            own = Judge.untrained(judged_columns(config.conditions), config.image_format)
+        judge, judged = 0.0, judged_columns(config.conditions)
+        if judged and config.evaluate.OBEYS in config.evaluate.metrics:
+            own = Judge.untrained(judged, config.image_format)
             each = measure_flops(lambda: own.network(torch.zeros(1, config.image_format.channels, *own.grid)))
             extraction, judge = extraction + each, 3.0 * each * own.images_seen(len(images))
         x, zeros = torch.zeros(few, *config.input_shape, device=device), torch.zeros(few, device=device)
@@ -205,6 +209,10 @@ def _count_costs(config: Config, images: ImageSet, features: Features | None, de
     # A backward pass costs two forward passes. In 16 bits both take about two thirds of the time.
     passes = 3.0 if config.training.precision == "fp32" else 2.0
     return _Costs(sample, extraction, width, passes * forward * config.training.images, judge)
+
+
+def _is_compared(config: Config) -> bool:
+    return config.evaluate.OBEYS in config.evaluate.metrics and bool(compared_columns(config.conditions))
 
 
 def _metric_flops(config: Config, samples: int, reference: int, width: int) -> float:
@@ -293,20 +301,29 @@ class EvaluationHook:
             record |= {} if one.error is None else {f"{name}_error": one.error}
             record |= {} if one.real_high is None else {f"{name}_real": one.real_high}
         if self._config.evaluate.OBEYS in compared.metrics:
-            columns = self._config.conditions.columns_of(given, range(count))
-            record |= self._obeyed(self._judge.score(in_parts(pixels), columns))
+            columns, scores = self._config.conditions.columns_of(given, range(count)), list[ConditionScore]()
+            if judged_columns(self._config.conditions):
+                scores = self._judge.score(in_parts(pixels), columns)
+            dataset, draw = self._dataset.of_one_size, self._previews.samples
+            agreed = compare_with_truth(self._config, dataset, draw, min(MOST_IMAGES, count // DRAWS))
+            record |= {one.measure.lower(): one.value for one in agreed} | self._obeyed(scores, agreed)
         return record
 
-    def _obeyed(self, scores: Sequence[ConditionScore]) -> dict[str, float]:
-        """Return the mean score of all conditions, that of real images, and the score of each, for the record."""
-        name, main = self._config.evaluate.OBEYS, main_scores(scores)
+    def _obeyed(self, scores: Sequence[ConditionScore], agreed: Sequence[ImageAgreement]) -> dict[str, float]:
+        """Return the mean score of all conditions, that of real images, and the score of each, for the record.
+
+        The score of conditions that are images is SSIM, which like all others is at most 1.
+        """
+        name, judged = self._config.evaluate.OBEYS, main_scores(scores)
+        main = [(one.condition, one.value) for one in judged]
+        main += [(one.condition, one.value) for one in agreed if one.measure == SSIM]
         if not main:
             return {}
-        record = {name: sum(one.value for one in main) / len(main)}
-        if real := [one.real for one in main if one.real is not None]:
+        record = {name: sum(value for _, value in main) / len(main)}
+        if real := [one.real for one in judged if one.real is not None]:
             record[f"{name}_real"] = sum(real) / len(real)
         # Trackers take no other characters in names.
-        named = [(re.sub(r"[^\w.-]", "_", one.condition), one.value) for one in main[:_MOST_RECORDED]]
+        named = [(re.sub(r"[^\w.-]", "_", condition), value) for condition, value in main[:_MOST_RECORDED]]
         return {f"{name}_{condition}": value for condition, value in named} | record
 
     def _check_overfitting(self, step: int, measured: dict[str, Any]) -> Finding | None:

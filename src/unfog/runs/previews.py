@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,14 @@ from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, LossAt, midpoints
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.pipeline.build import build_held_out_set, build_loss, build_loss_at, build_network, without_augmentation
 from unfog.pipeline.denoising_pictures import DenoisingStrip
-from unfog.pipeline.generate import GenerationSettings, cost_per_sample, generate_images, sample_grid, view_grid
+from unfog.pipeline.generate import (
+    GenerationSettings,
+    cost_per_sample,
+    generate_images,
+    sample_grid,
+    view_channels,
+    view_grid,
+)
 from unfog.pipeline.latents import ImageMap, autoencoder_batch, save_autoencoder
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.process.signals import StopSignals
@@ -41,6 +48,15 @@ from unfog.values.condition_format import Given
 from unfog.values.image_format import Size
 
 T = TypeVar("T")
+
+
+class Preview(NamedTuple):
+    """Pictures of a preview: the grid in the view of the run, and a PNG of all channels, b"" for pictures of 8 bits."""
+
+    grid: Pixels
+    channels: bytes = b""
+
+
 _COLUMNS = 8  # of a grid of reconstructions
 
 
@@ -83,7 +99,7 @@ class Previews:
         given = conditions_of_images(config, dataset.held_out, dataset.train)
         return cls.of(config)(config, state, held_out, stop, world, given)
 
-    def preview(self) -> Pixels:
+    def preview(self) -> Preview:
         """Return a grid of samples from the same noise each time.
 
         With classes alone they are those of `unfog sample` without flags, else they have conditions of held-out images.
@@ -91,9 +107,11 @@ class Previews:
         """
         count, buckets, names = self.config.preview.images, self.config.size_buckets, self.config.conditions.names
         if not buckets:
-            return view_grid(self.config, self.samples(count, self._given), names(self._given, count))
+            shown = self.config, self.samples(count, self._given), names(self._given, count)
+            return Preview(view_grid(*shown), view_channels(*shown))
         shares = [(bucket, n) for bucket, n in zip(buckets, share_samples(buckets, count)) if n]
-        return stack([sample_grid(self.samples(n, self._given, b.size), names(self._given, n)) for b, n in shares])
+        grids = [sample_grid(self.samples(n, self._given, b.size), names(self._given, n)) for b, n in shares]
+        return Preview(stack(grids))
 
     def seconds_per_sample(self) -> float | None:
         """Return the time of one sample of a preview, measured on a few steps of the sampler.
@@ -260,9 +278,9 @@ class _AutoencoderPreviews(Previews):
     def find_overfitting(self, record: RunRecord, dataset: Dataset) -> None:
         return None
 
-    def preview(self) -> Pixels:
+    def preview(self) -> Preview:
         """Return held-out images, each row over the row of its reconstructions."""
-        return self._reconstruction_grid(self.config.preview.images)
+        return Preview(self._reconstruction_grid(self.config.preview.images))
 
     def final_image(self) -> Pixels:
         return self._reconstruction_grid(4 * _COLUMNS)

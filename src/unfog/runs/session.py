@@ -29,6 +29,7 @@ from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.intervals import Choice
 from unfog.process.device import resource_use
 from unfog.process.run_folder import RunFolder
+from unfog.reporting.channel_sheets import FOLDER as CHANNELS
 from unfog.reporting.findings import Finding
 from unfog.reporting.image_grids import encode_png
 from unfog.reporting.progress import format_duration, plural, say, warn
@@ -415,8 +416,10 @@ class Session(StoppableHooks):
         started = time.perf_counter()
         self.context.heartbeat.preview_requested = False  # a request that comes from now on is for another one
         with self.aside("preview"), self.context.heartbeat.during("preview"):
-            grid = self.previews.preview()
-        self.recorder.log_image(self.step, "samples", grid)
+            preview = self.previews.preview()
+        if preview.channels:  # before the grid, whose arrival makes the page look for both
+            self.recorder.keep_image(self.step, CHANNELS, preview.channels)
+        self.recorder.log_image(self.step, "samples", preview.grid)
         self.recorder.event("preview", self.step, seconds=round(time.perf_counter() - started, 3))
 
     def save_ema_snapshot(self, state: TrainState) -> None:

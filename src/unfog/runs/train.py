@@ -266,8 +266,8 @@ def with_mirror(config: Config, folder: RunFolder, new: bool = False) -> Config:
 
 def _probable_shape(config: Config) -> tuple[int, int, int]:
     """Return (C, H, W) of the network's input as far as it is known before the images are read."""
-    factor = config.latents.factor or 8 if config.autoencoder_folder else 1
-    channels = config.latents.channels or 4 if config.autoencoder_folder else config.data.channels or 3
+    factor = max(1, config.latents.factor)
+    channels = config.latents.channels or config.data.channels or 3
     height, width = (64, 64) if is_auto(config.data, "size") else sides_of(config.data.size)
     return channels, max(1, height // factor), max(1, width // factor)
 

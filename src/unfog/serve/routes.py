@@ -22,6 +22,8 @@ from starlette.routing import Route
 from unfog import __version__
 from unfog.errors import RequestError
 from unfog.process.console_log import read_tail
+from unfog.reporting.channel_sheets import FOLDER as CHANNELS
+from unfog.reporting.channel_sheets import read_channels
 from unfog.reporting.page.bundle import shell_html
 from unfog.serve import controls, run_detail
 from unfog.serve.metric_columns import Floats, Thinner
@@ -59,6 +61,7 @@ def _run_routes(runs: _Runs) -> list[Route]:
         Route("/api/runs/{run:number}/log", runs.log),
         Route("/api/runs/{run:number}/preview/{step:number}.webp", runs.preview),
         Route("/api/runs/{run:number}/preview/{step:number}.denoising.webp", runs.preview),
+        Route("/api/runs/{run:number}/channels/{step:number}.json", runs.channels),
         Route("/api/runs/{run:number}/contact-sheet.webp", runs.contact_sheet),
         Route("/api/stream", runs.stream),
     ]
@@ -112,6 +115,14 @@ class _Runs:
     async def preview(self, request: Request) -> Response:
         kind = "denoising" if request.url.path.endswith(".denoising.webp") else "samples"
         return await self._picture(request, Path(kind) / f"{request.path_params['step']:08d}.png")
+
+    async def channels(self, request: Request) -> Response:
+        run = run_of(self._server, request).path
+        path = run / CHANNELS / f"{request.path_params['step']:08d}.png"
+        found = await self._server.pictures.decode(lambda: read_channels(path, run))
+        if found is None:
+            raise HTTPException(404, "there are no channels of this step")
+        return Json(found)
 
     async def contact_sheet(self, request: Request) -> Response:
         return await self._picture(request, Path("contact-sheet.png"))

@@ -16,6 +16,7 @@ from unfog.config.toml import to_toml
 from unfog.errors import RequestError
 from unfog.files.positions import pread
 from unfog.files.safe_files import open_file
+from unfog.reporting.channel_sheets import FOLDER as CHANNELS
 from unfog.reporting.page.run_data import event_rows, read_choices, read_data_report, read_evaluations
 from unfog.reporting.records import SESSION_STARTS, Row, drop_undone_events, json_values
 from unfog.serve.child_processes import command_text
@@ -66,6 +67,7 @@ def run_detail(run: RunEntry, result: Path | None = None, sample: Sample | None 
         "rows": rows,
         "sampled": sample is not None,
         "previews": list(run.previews),
+        "channels": list(numbered_files(run.path, CHANNELS)),
         "denoising": list(numbered_files(run.path, "denoising")),
         "checkpoints": checkpoint_steps(run.path),
         "best": run.status.best_step if run.status else None,

@@ -17,6 +17,11 @@ _VIRIDIS = (
 )
 
 
+def anchors_of(name: str) -> tuple[str, ...]:
+    """Return colours in hexadecimal at equal distances, between which a map is linear. `name` is one of COLOUR_MAPS."""
+    return ("000000", "ffffff") if name == GREY else _VIRIDIS
+
+
 def colour_table(name: str) -> NDArray[np.uint8]:
     """Return the colours of the 256 levels of a colour map, uint8 [256, 3]. `name` is one of COLOUR_MAPS."""
     import numpy as np
@@ -24,6 +29,6 @@ def colour_table(name: str) -> NDArray[np.uint8]:
     levels = np.arange(256.0)
     if name == GREY:
         return np.repeat(levels[:, None], 3, axis=1).astype(np.uint8)
-    colours = np.array([[*bytes.fromhex(colour)] for colour in _VIRIDIS], np.float64)
+    colours = np.array([[*bytes.fromhex(colour)] for colour in anchors_of(name)], np.float64)
     places = np.linspace(0, 255, len(colours))
     return np.stack([np.interp(levels, places, part) for part in colours.T], axis=1).round().astype(np.uint8)

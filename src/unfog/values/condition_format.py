@@ -20,7 +20,8 @@ from unfog.values.condition_requests import (
     axis_values,
     in_turn,
 )
-from unfog.values.image_kinds import IMAGE_KINDS, image_columns
+from unfog.values.kinds.image_kinds import IMAGE_KINDS, image_columns
+from unfog.values.kinds.text_kind import TextKind
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +34,8 @@ TEXT = "text"
 """Name of the kind of columns that hold texts."""
 TEXT_HEAD = 32
 """Channels of one attention head of the encoder of texts, a divisor of its width."""
-KINDS.update(IMAGE_KINDS)  # here, as their module needs the base that the module of `KINDS` has
+# Here, as their modules need the base that the module of `KINDS` has.
+KINDS.update({TextKind.name: TextKind(), **IMAGE_KINDS})
 
 AUGMENT_INPUTS = 9
 """Length of `Conditions.augment`."""

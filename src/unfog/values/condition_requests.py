@@ -11,7 +11,8 @@ from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
 from unfog.errors import RequestError
-from unfog.values.condition_kinds import ColumnFacts, TextKind, kind_of
+from unfog.values.condition_kinds import ColumnFacts, kind_of
+from unfog.values.kinds.text_kind import TextKind
 
 Weights: TypeAlias = tuple[tuple[str, float], ...]
 """(name of a condition, its weight); a condition without an entry has the weight 1."""

@@ -343,6 +343,10 @@ class ImageFormat:
             return colour_table(colours)[planes[:, 0]]
         return to_rgb(planes.transpose(0, 2, 3, 1))
 
+    def planes(self, pictures: NDArray[Any]) -> NDArray[np.uint8]:
+        """Return channels of stored images [N, H, W, C] as 8 bits to look at, [N, C, H, W]: -1 to 1 of the model."""
+        return self.values.to_bytes(pictures.transpose(0, 3, 1, 2))
+
     def shown(self, channels: Sequence[int] = ()) -> list[int]:
         """Return the channels that a view shows: these, or the first three, or the first. RequestError as `view`."""
         return list(check_view(channels, self.channels) or range(_RGB if self.channels >= _RGB else _GREY))

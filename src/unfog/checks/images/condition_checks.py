@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import combinations
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from unfog.text import sanitize
 from unfog.values.columns import CLASS, Column, without_class
 from unfog.values.condition_format import TEXT
 from unfog.values.condition_kinds import kind_of
+from unfog.values.kinds.image_kinds import IMAGE_KINDS, MADE
 
 _FEW, _MODEST = 20, 50  # images below which a category cannot be learned, and below which it hardly can
 _UNKNOWN = 0.5  # share of the images without a value
@@ -24,6 +26,7 @@ _ALIKE, _LEAST = 0.9, 20  # correlation of two columns that is said, and images 
 _ROWS, _COLUMNS = 20_000, 40  # evenly spaced images, and first columns, that are compared
 _GROUPS, _GROUP = 10, 20  # different values at least, with so many images each at most: nearly names of images
 _SHARED = 0.5  # share of held-out images whose value is also that of a training image
+_AT_ONCE = 500  # masks that are counted
 _SAID = 5  # columns or pairs in a line
 
 
@@ -40,7 +43,8 @@ class _Comparable(NamedTuple):
 
 def check_conditions(train: ImageSet, held_out: ImageSet) -> list[Finding]:
     """Return the findings on the columns of the images; none without columns other than the class."""
-    columns = {name: column for name, column in train.columns.items() if column.kind != TEXT}  # see `caption_checks`
+    # Captions have `caption_checks`, and what is made of the images is as they are.
+    columns = {name: one for name, one in train.columns.items() if one.kind not in (TEXT, *MADE)}
     others = without_class(columns)
     if not others or not len(train):
         return []
@@ -92,8 +96,21 @@ def _category_counts(column: Column) -> list[tuple[str, int]]:
     if not column.categories:
         return []
     values, size = np.asarray(column.values), len(column.categories)
+    if column.kind in IMAGE_KINDS:  # a mask
+        return list(zip(column.categories, _images_with(values, size).tolist()))
     counts = (values > 0).sum(0) if values.ndim > 1 else np.bincount(values[values >= 0], minlength=size)
     return list(zip(column.categories, counts.tolist()))
+
+
+def _images_with(masks: NDArray[np.integer], labels: int) -> NDArray[np.int64]:
+    """Return the number of masks [N, 1, H, W] that have each label, [labels]."""
+    counts = np.zeros(labels, np.int64)
+    for first in range(0, len(masks), _AT_ONCE):
+        part = masks[first : first + _AT_ONCE].reshape(-1, math.prod(masks.shape[1:]))
+        present = np.zeros((len(part), labels + 1), bool)
+        present[np.arange(len(part))[:, None], part] = True  # the last is of -1, which is not known
+        counts += present[:, :labels].sum(0)
+    return counts
 
 
 def _widest_gap(values: NDArray[np.float64]) -> tuple[float, float] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from unfog.text import sanitize
 from unfog.values.columns import CLASS
 from unfog.values.condition_format import TEXT, ConditionFormat
 from unfog.values.condition_kinds import ColumnFacts, kind_of
+from unfog.values.kinds.image_kinds import IMAGE_KINDS
 
 MOST_ROWS = 1_000_000
 """Most rows of a table of conditions."""
@@ -55,9 +57,10 @@ def read_given_table(path: Path, format: ConditionFormat) -> GivenTable:
         columns[CLASS] = usual
     file, others = _usual(header, FILE_COLUMNS, facts), [name for name in header if name not in columns.values()]
     _check_names(said, others, facts, columns)
-    given = {
-        name: [_word(said, i, facts[name], row.get(columns[name])) for i, row in enumerate(rows)] for name in columns
-    }
+    given = dict[str, list[object]]()
+    for name, column in columns.items():
+        read = partial(_path, path.parent) if facts[name].kind in IMAGE_KINDS else _word
+        given[name] = [read(said, i, facts[name], row.get(column)) for i, row in enumerate(rows)]
     files = [_stem(row.get(file)) for row in rows] if file else []
     return GivenTable(given, files, [sanitize(name[:60]) for name in others if name != file][:_SHOWN])
 
@@ -100,6 +103,18 @@ def _word(said: str, row: int, facts: ColumnFacts, cell: Any) -> object:
     except RequestError as error:
         raise RequestError(f"{said}, row {row + 1:,}: {error}") from None
     return value
+
+
+def _path(folder: Path, said: str, row: int, facts: ColumnFacts, cell: Any) -> object:
+    """Return a cell as the path of an image, from the folder of the table. RequestError if there is no such file."""
+    if (value := cell_value(cell)) is None:
+        return None
+    path = folder / str(value)
+    if not path.is_file():
+        raise RequestError(
+            f"{said}, row {row + 1:,}: {facts.name} = {sanitize(str(value))[:60]} is not a file beside the table"
+        )
+    return str(path)
 
 
 def _stem(cell: Any) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from unfog.errors import RequestError
 from unfog.values.columns import name_problem
-from unfog.values.image_kinds import MADE
+from unfog.values.kinds.image_kinds import MADE
 
 SECOND_KINDS = ("image", "mask")
 """Kinds of the images of a second source."""

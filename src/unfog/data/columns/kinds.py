@@ -18,7 +18,7 @@ from unfog.errors import RequestError
 from unfog.text import sanitize
 from unfog.values.columns import Column
 from unfog.values.condition_kinds import MOST_CATEGORIES
-from unfog.values.condition_words import MOST_NUMBERS, split_several
+from unfog.values.kinds.condition_words import MOST_NUMBERS, split_several
 
 _EMPTY = frozenset(["", "na", "n/a", "nan", "null"])
 # Texts of which fewer than two images have each cannot be categories, from so many different ones on.

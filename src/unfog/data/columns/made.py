@@ -42,7 +42,7 @@ class MadeValues:
         """Return the conditions of the images that a slice, or an array of integers or booleans, selects."""
         import torch
 
-        from unfog.values.made_conditions import fixed_draws, made_of
+        from unfog.values.kinds.made_conditions import fixed_draws, made_of
 
         rows = np.arange(len(self))[key]
         pixels, used = take_with_rows(self._images.pixels, rows)

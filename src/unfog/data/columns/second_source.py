@@ -37,7 +37,7 @@ from unfog.errors import RequestError
 from unfog.text import sanitize
 from unfog.values.columns import Column
 from unfog.values.image_format import STORED, ImageFormat, Size, StoredValues, colour_channels
-from unfog.values.image_kinds import MOST_MASK_VALUES
+from unfog.values.kinds.image_kinds import MOST_MASK_VALUES
 
 _SAMPLED = 64  # images that are looked at to find the kind of a second source
 _FEW_VALUES = 32  # a mask has fewer different values in its first images

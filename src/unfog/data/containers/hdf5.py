@@ -1,4 +1,4 @@
-"""Images in a dataset of an HDF5 or NetCDF-4 file: `file.h5:DATASET`. Needs h5py."""
+"""Images in a dataset of an HDF5 or NetCDF file: `file.h5:DATASET`. All but NetCDF of version 3 need h5py."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.containers.hdf5_bounds import ChunkBounds
+from unfog.data.containers.netcdf3 import MAGIC, open_netcdf3
 from unfog.data.containers.source import ContainerSource, file_bytes, unreadable
 from unfog.data.containers.stored_array import Key, StoredArray, check_type, choose
 from unfog.data.sources.arrays import file_digest
+from unfog.data.sources.base import ImageError
 from unfog.errors import RequestError, install_command
 from unfog.files.safe_files import open_file
 from unfog.text import sanitize
@@ -24,11 +26,10 @@ _MOST_OBJECTS, _MOST_DEPTH = 10_000, 32  # of a file, that are looked at for a l
 _LABELS = "labels"
 _MOST_LABELS = 2**28  # bytes
 _ATTRIBUTES = ("scale_factor", "add_offset", "_FillValue", "missing_value")
-_CLASSIC = b"CDF"  # first bytes of a NetCDF file of version 3
 
 
 class Hdf5Source(ContainerSource):
-    """Images in a dataset of an HDF5 file, of which NetCDF-4 files are a kind.
+    """Images in a dataset of an HDF5 file, of which NetCDF-4 files are a kind, or of a NetCDF file of version 3.
 
     Links to other files, virtual datasets and values that lie in other files are refused, as they could name any file
     of this machine.
@@ -39,16 +40,13 @@ class Hdf5Source(ContainerSource):
 
     @classmethod
     def open_array(cls, path: str, name: str) -> StoredArray:
-        h5py = _import_h5py()
         local = Path(path)
         try:
             with open_file(local, "rb", local.parent, follow=True) as file:
-                start = file.read(4)
-            if start.startswith(_CLASSIC):
-                raise RequestError(
-                    f"{sanitize(path)} is a NetCDF file of version 3; write it as version 4: nccopy -k nc4 OLD NEW, or "
-                    "in xarray to_netcdf(NEW, engine='h5netcdf')"
-                )
+                start = file.read(len(MAGIC))
+            if start == MAGIC:
+                return open_netcdf3(path, name)
+            h5py = _import_h5py()
             opened = h5py.File(path, "r", locking=False, rdcc_nbytes=2**24)
         except OSError as error:
             raise unreadable(path, error, "restore it, or write it anew") from None
@@ -93,15 +91,19 @@ def _open(h5py: Any, opened: Any, path: str, name: str) -> StoredArray:
     expected = math.prod(-(-length // part) for length, part in zip(shape, chunk)) if chunk else 1
     stored = int(found.id.get_num_chunks()) if chunk else int(found.id.get_storage_size() > 0)
     return StoredArray(
-        *(place, shape, found.dtype, chunk, file_bytes(path), (stored, expected), _reader(found, bounds)),
+        *(place, shape, found.dtype, chunk, file_bytes(path), (stored, expected), _reader(found, bounds, path)),
         names=_dimensions(h5py, found),
         attributes=_attributes(found),
         labels=_labels(h5py, opened, path, name, shape[:1]),
     )
 
 
-def _reader(dataset: Any, bounds: ChunkBounds) -> Any:
+def _reader(dataset: Any, bounds: ChunkBounds, path: str) -> Any:
+    length = file_bytes(path)
+
     def read(key: Key) -> NDArray[Any]:
+        if file_bytes(path) < length:  # HDF5 reads zeros beyond the end of a file
+            raise ImageError("truncated since it was opened")
         bounds.check(key)
         return np.asarray(dataset[key])
 

@@ -59,7 +59,7 @@ def choose_kept(source: Source, settings: Data, began: bool = False) -> Kept | N
     if wanted not in (0, held) and (is_array or wanted not in CHANNELS):
         raise RequestError(
             f"data.channels = {wanted}, which may come from init, and {sanitize(source.name)} has images of "
-            f"{describe_channels(held)}; omit it"
+            f"{describe_channels(held)}; omit --data.channels, or --init"
         )
     if held > MOST_CHANNELS:
         raise RequestError(

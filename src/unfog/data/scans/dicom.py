@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from unfog.data.scans.source import ScanSource, first_files
 from unfog.data.scans.stack import ImageStack, check_length, check_shape, native, scaled
-from unfog.data.sources.base import ImageError, SourceLocation
+from unfog.data.sources.base import DICOM_SUFFIXES, ImageError, SourceLocation
 from unfog.files.positions import READ
 
 _MAGIC_AT, _MAGIC = 128, b"DICM"
@@ -24,7 +24,7 @@ _PIXELS = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
 class DicomSource(ScanSource):
     """Frames of DICOM files. A series is a folder; files may have no suffix, as scanners write them."""
 
-    suffixes = (".dcm", ".dicom", ".ima")
+    suffixes = DICOM_SUFFIXES
     mixes_scales = False
     prefix: ClassVar[str] = "dicom"
     kind: ClassVar[str] = "DICOM"

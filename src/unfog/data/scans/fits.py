@@ -23,7 +23,7 @@ from unfog.data.scans.stack import (
     scaled_type,
     unpack,
 )
-from unfog.data.sources.base import ImageError
+from unfog.data.sources.base import FITS_SUFFIXES, ImageError
 from unfog.files.deflate import DEFLATE_RATIO
 
 _MOST_HDUS = 10_000
@@ -39,7 +39,7 @@ def _part(place: Path | BytesIO, offset: int, length: int) -> bytes:
 class FitsSource(ScanSource):
     """Images in the first part (HDU) of each FITS file that has any; planes of cubes are images of their own."""
 
-    suffixes = (".fits", ".fit", ".fts", ".fz", ".fits.gz", ".fit.gz", ".fts.gz")
+    suffixes = FITS_SUFFIXES
     prefix: ClassVar[str] = "fits"
     kind: ClassVar[str] = "FITS"
     package: ClassVar[str] = "astropy"

@@ -23,7 +23,7 @@ from unfog.data.scans.stack import (
     scaled,
     scaled_type,
 )
-from unfog.data.sources.base import ImageError
+from unfog.data.sources.base import NIFTI_SUFFIXES, ImageError
 from unfog.values.arrays.slices import AXIAL, Slices
 
 _MOST_EXTENSIONS = 2**26  # bytes before the voxels
@@ -43,7 +43,7 @@ class NiftiSource(ScanSource):
 
     has_volumes = True
 
-    suffixes = (".nii", ".nii.gz")
+    suffixes = NIFTI_SUFFIXES
     mixes_scales = False
     prefix: ClassVar[str] = "nifti"
     kind: ClassVar[str] = "NIfTI"

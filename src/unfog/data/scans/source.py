@@ -39,6 +39,7 @@ _MOST_OPEN, _MOST_OPEN_PACKED = 8, 2  # files that are kept open; a compressed o
 _MOST_IMAGES = 10_000_000  # in one file
 _PACKED = ".gz"
 _TIFF = frozenset([".tif", ".tiff"])
+_Header = tuple[int, tuple[int, int, int], str]  # images of a file, their shape and their type
 
 
 class ScanSource(Source):
@@ -103,7 +104,8 @@ class ScanSource(Source):
         """Open each file once, for the number of its images."""
         self._files, counts, done = list[str](), list[int](), 0
         self._kinds, notes, types = Counter[tuple[tuple[int, int, int], str]](), Counter[str](), set[np.dtype[Any]]()
-        depths = dict[str, list[str]]()
+        depths, known = dict[str, list[str]](), dict[_Header, _Header]()
+        self._headers = list[_Header]()
         for name in files:
             path = self.folder / name
             try:
@@ -116,6 +118,8 @@ class ScanSource(Source):
             else:
                 self._files.append(name)
                 counts.append(stack.count)
+                header = _header_of(stack)
+                self._headers.append(known.setdefault(header, header))  # one object for all files alike
                 self._kinds[stack.shape, str(stack.dtype)] += stack.count
                 notes.update([stack.note] * bool(stack.note))
                 types.add(stack.dtype)
@@ -195,12 +199,20 @@ class ScanSource(Source):
             raise
         return stack
 
+    def _opened(self, file: int) -> ImageStack:
+        """Open a file again. ImageError if it has other images than when they were counted."""
+        stack = self._checked(self.folder / self._files[file])
+        if _header_of(stack) != self._headers[file]:
+            stack.close()
+            raise ImageError("changed since its images were counted")
+        return stack
+
     @contextmanager
     def _stack(self, file: int) -> Iterator[ImageStack]:
         """Yield an open file, which one thread has at a time."""
         with self._lock:
             held = self._open.pop(file, None)
-            entry = held or (self._checked(self.folder / self._files[file]), threading.Lock())
+            entry = held or (self._opened(file), threading.Lock())
             self._open[file] = entry
             while len(self._open) > self._most_open:
                 _, (stack, busy) = self._open.popitem(last=False)
@@ -208,13 +220,17 @@ class ScanSource(Source):
                     stack.close()
         with entry[1]:
             if entry[0].closed:  # between the two locks, by a thread that opened others
-                stack = self._checked(self.folder / self._files[file])
+                stack = self._opened(file)
                 try:
                     yield stack
                 finally:
                     stack.close()
             else:
                 yield entry[0]
+
+
+def _header_of(stack: ImageStack) -> _Header:
+    return stack.count, stack.shape, str(stack.dtype)
 
 
 def check_installed(kind: str, package: str) -> None:

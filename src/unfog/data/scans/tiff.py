@@ -29,6 +29,7 @@ from unfog.text import sanitize
 from unfog.values.arrays.axes import USUAL
 from unfog.values.image_format import MOST_CHANNELS
 
+_SEPARATE, _GREY = 2, (0, 1)  # values of PlanarConfiguration and PhotometricInterpretation
 _PLAIN, _DEFLATE = 1, (8, 32946)
 _WITHOUT_CODECS = (_PLAIN, *_DEFLATE, 32773)  # compressions that tifffile reads by itself
 _HARMLESS = 2**26  # bytes
@@ -73,6 +74,10 @@ def _is_stack(path: str) -> bool:
             with suppress(IndexError):
                 return bool(file.pages[1])
             if page.samplesperpixel not in (1, 2, 3, 4) or (file.is_imagej and len(file.series[0].pages) > 1):
+                return True
+            # Bands that lie one after the other, deeper than 8 bits: Pillow reads the header and not the pixels.
+            bands = page.samplesperpixel > 1 and page.planarconfig == _SEPARATE and page.photometric in _GREY
+            if bands and page.bitspersample > 8:
                 return True
         return not _is_picture(path)
     except Exception:  # damaged, which the reader of pictures reports

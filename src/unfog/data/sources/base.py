@@ -33,6 +33,11 @@ from unfog.text import sanitize
 from unfog.values.arrays.slices import AXIAL
 from unfog.values.columns import Column, rows_of
 
+NIFTI_SUFFIXES = (".nii", ".nii.gz")
+DICOM_SUFFIXES = (".dcm", ".dicom", ".ima")
+FITS_SUFFIXES = (".fits", ".fit", ".fts", ".fz", ".fits.gz", ".fit.gz", ".fts.gz", ".fits.fz")
+SCAN_SUFFIXES = tuple(sorted((*NIFTI_SUFFIXES, *DICOM_SUFFIXES, *FITS_SUFFIXES), key=len, reverse=True))
+"""Suffixes of files that hold several images, the longest first, as one may be the end of another."""
 _LARGEST_TABLE = 2**30  # bytes of a label table: ten million images have half of that
 
 

@@ -192,12 +192,16 @@ def _class_names(source: Any) -> tuple[str, ...]:
 
 
 def as_array(values: Any) -> NDArray[Any]:
-    """Return a tensor, or what NumPy makes an array of, as an array."""
+    """Return a tensor, or what NumPy makes an array of, as an array. Masked values become NaN."""
     # A tensor is recognised by its method, as importing torch would take seconds.
     if hasattr(values, "detach"):
         values = values.detach().cpu()
         # NumPy has no bfloat16.
         values = (values.float() if values.dtype.is_floating_point else values).numpy()
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values) and values.dtype.kind in "iuf":
+        # Integers of 16 bits become float32, and longer ones float64.
+        plain = values.data.astype(np.result_type(values.dtype, np.float32))
+        return np.where(np.ma.getmaskarray(values), np.nan, plain).astype(plain.dtype)
     return np.asarray(values)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, TypeVar
 
 from unfog.data.settings import TEXT_NAMES
-from unfog.data.sources.base import ImageError, LabelTable, Source
+from unfog.data.sources.base import SCAN_SUFFIXES, ImageError, LabelTable, Source
 from unfog.data.sources.folder import normalize_path
 from unfog.data.sources.image_files import SUFFIXES, os_error_reason
 from unfog.errors import RequestError, install_command
@@ -28,11 +28,6 @@ FILE_COLUMNS = (
 LABEL_COLUMNS = ("label", "class", "category", "cls", "class_name", "label_name", "target", "class_id", "label_id")
 _BATCH, _MOST_UNPACKED = 256, 2**30  # rows of a parquet file that are read at once, and bytes of those columns
 _COMPARED, _LONGEST_HINT = 1000, 300  # columns that a name is compared with, and characters of what they are called
-# Of files that hold several images, which a row may name without them.
-_SCAN_SUFFIXES = (
-    *(".nii.gz", ".nii", ".dcm", ".dicom", ".ima"),
-    *(".fits.gz", ".fit.gz", ".fts.gz", ".fits.fz", ".fits", ".fit", ".fts", ".fz"),
-)
 _SHARD = re.compile(r"\.tar/", re.IGNORECASE)
 _WHOLE_NUMBER = re.compile(r"-?[0-9]{1,18}")
 
@@ -391,5 +386,5 @@ def _base(name: str) -> str:
 def _stem(name: str) -> str:
     base = _base(name)
     stem, suffix = os.path.splitext(base)
-    scan = next((one for one in _SCAN_SUFFIXES if base.lower().endswith(one)), "")
+    scan = next((one for one in SCAN_SUFFIXES if base.lower().endswith(one)), "")
     return base[: -len(scan)] if scan else stem if suffix.lower() in SUFFIXES else base

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from unfog.custom import consent, import_object
-from unfog.data.sources.base import OpenOptions, RemotePolicy, Source, SourceLocation
+from unfog.data.sources.base import SCAN_SUFFIXES, OpenOptions, RemotePolicy, Source, SourceLocation
 from unfog.data.sources.image_files import os_error_reason
 from unfog.errors import RequestError, install_command
 from unfog.text import sanitize, without_secrets
@@ -50,7 +50,7 @@ _PACKAGES = {
 }
 
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".gz", ".7z", ".rar")
-_READ_COMPRESSED = (".nii.gz", ".fits.gz", ".fit.gz", ".fts.gz")
+_READ_COMPRESSED = tuple(suffix for suffix in SCAN_SUFFIXES if suffix.endswith(".gz"))
 _MAX_SHARDS = 1_000_000
 _REMEDY = "give a folder of images, a .zip, .tar shards, or fashion"
 

@@ -39,7 +39,7 @@ from unfog.files.cache_folder import cache_folder, hold, make_room
 from unfog.files.safe_files import move, open_file, remove
 from unfog.text import sanitize
 from unfog.values.arrays.axes import USUAL, channel_axis
-from unfog.values.arrays.dimensions import arranged, layout_of
+from unfog.values.arrays.dimensions import LATITUDES, arranged, layout_of
 
 _LABELS, _VALUES = "labels.json", "conditions.json"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # so that the same images make the same file
@@ -107,7 +107,8 @@ class StoredImages(ZipSource):
         report = report or Report()
         source = _plain_source(source)
         if type(source).__module__.partition(".")[0] == "xarray":
-            source, storing = _from_xarray(source, storing)
+            source, storing = _from_xarray(source, storing, report)
+        _check_memory(source)
         if hasattr(source, "__array__"):
             first = hasattr(source, "detach")
             pixels = _without_floats(as_array(source), first, report, storing)
@@ -173,23 +174,38 @@ def _plain_source(source: Any) -> Any:
     return source
 
 
-def _from_xarray(array: Any, storing: Storing) -> tuple[NDArray[Any], Storing]:
+def _check_memory(array: Any) -> None:
+    """Raise RequestError if an array that is computed when it is read, as by Dask, does not fit into memory."""
+    nbytes, free = getattr(array, "nbytes", 0), free_memory()
+    read = isinstance(array, np.ndarray) or hasattr(array, "detach")
+    if read or free is None or not isinstance(nbytes, int) or nbytes <= free / 2:
+        return
+    raise RequestError(
+        f"the {type(array).__name__} has {nbytes / 1e9:,.1f} GB, over half of the {free / 1e9:,.1f} GB of memory that "
+        "are free; give its file, which is read by parts: FILE.nc:VARIABLE, FILE.zarr:VARIABLE or FILE.npy"
+    )
+
+
+def _from_xarray(array: Any, storing: Storing, report: Report) -> tuple[NDArray[Any], Storing]:
     """Return an xarray.DataArray as [N, H, W, C] if the names of its dimensions show these, and how it is stored then.
 
-    RequestError if it is a Dataset, has four dimensions of unknown names, or does not fit into memory.
+    Latitudes that go from south to north are reported. RequestError if it is a Dataset, has four dimensions of unknown
+    names, or does not fit into memory.
     """
     if hasattr(array, "data_vars"):
         names = ", ".join(sanitize(str(name)) for name in list(array.data_vars)[:8]) or "none"
         raise RequestError(f"an xarray.Dataset has variables: {names}; give one of them: dataset['NAME']")
-    free = free_memory()
-    if free is not None and array.nbytes > free / 2:
-        raise RequestError(
-            f"the DataArray has {array.nbytes / 1e9:,.1f} GB, over half of the {free / 1e9:,.1f} GB of memory that are "
-            "free; give its file, which is read by parts: FILE.nc:VARIABLE or FILE.zarr:VARIABLE"
-        )
+    _check_memory(array)
     layout = layout_of([str(name) for name in array.dims]) if storing.axes == "auto" else None
     values = as_array(array)
     if layout is not None:
+        rows = array.dims[layout.row]
+        places = np.asarray(array.coords[rows]) if rows in array.coords else np.zeros(0)
+        if str(rows).lower() in LATITUDES and places.ndim == 1 and len(places) > 1 and places[0] < places[-1]:
+            report.say(
+                f"  {sanitize(str(rows))} goes from south to north, so that north is below in views; turn it: "
+                f"array.sortby({str(rows)!r}, ascending=False)"
+            )
         return arranged(values, layout), storing._replace(axes="NHWC")
     if storing.axes == "auto" and values.ndim > 3:
         raise RequestError(

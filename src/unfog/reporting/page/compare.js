@@ -35,7 +35,7 @@ class Compare extends View {
 
 	render() {
 		if (!this.runs) return html`<p class="empty" role="status">${this.failed || "Reading the runs …"}</p>`;
-		const sources = this.runs.map(({id, detail, label}) => ({label, steps: detail.previews, url: (step) => this.data.picture(id, "preview", step)}));
+		const sources = this.runs.map(({id, detail, label}) => ({label, steps: detail.previews, url: (step) => this.data.picture(id, "preview", step), channels: detail.channels, sheet: (step) => this.data.channels(id, step)}));
 		return html`<h1>Comparison</h1>
 			<ul class="chosen">${this.runs.map((run, i) => html`<li>${swatch(COLOURS[i], DASHES[i])} <a href="#/run/${run.id}">${run.label}</a> ${state(run.detail.status.state)} <span class="soft">${count(run.detail.status.step)} steps${Number.isFinite(run.detail.status.best) ? `, ${run.detail.status.metric} ${number(run.detail.status.best)}` : ""}</span></li>`)}</ul>
 			<section><h2>Curves</h2><unfog-panels .data=${this.data} .runs=${this.runs} .version=${this.version}></unfog-panels></section>

@@ -254,6 +254,11 @@ export class ServerData {
 		return store;
 	}
 
+	// All channels of a preview: see channels.js.
+	channels(id, step) {
+		return this.get(`api/runs/${id}/channels/${step}.json`);
+	}
+
 	picture(id, kind, step) {
 		return this.url(kind === "contact" ? `api/runs/${id}/contact-sheet.webp` : `api/runs/${id}/preview/${step}${kind === "denoising" ? ".denoising" : ""}.webp`);
 	}
@@ -298,6 +303,10 @@ export class FileData {
 
 	async update(id) {
 		return this.store(id);
+	}
+
+	async channels(id, step) {
+		return this.find(id).pictures[`channels/${step}`];
 	}
 
 	picture(id, kind, step) {

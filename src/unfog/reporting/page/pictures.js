@@ -2,19 +2,22 @@
 
 import {html} from "./vendor/lit.js";
 import {View, count, keep, radios, range, route, select} from "./util.js";
+import {chooser, decoded, has, paint, said} from "./channels.js";
 
+const KEPT = 16; // sheets of channels; the oldest go first
 const MODES = {one: "one", wiper: "wiper", flip: "flip", side: "side by side", difference: "difference"};
 
 class Pictures extends View {
-	static properties = ["sources", "name", "a", "b", "mode", "flipped", "cut"];
+	static properties = ["sources", "name", "a", "b", "mode", "flipped", "cut", "view", "version"];
 
 	constructor() {
 		super();
-		Object.assign(this, {sources: [], name: "picture", flipped: false, cut: 50, mode: "one", a: null, b: null});
+		Object.assign(this, {sources: [], name: "picture", flipped: false, cut: 50, mode: "one", a: null, b: null, view: "", version: 0, sheets: new Map()});
 	}
 
 	connectedCallback() {
 		super.connectedCallback();
+		this.view = route().query.get(`${this.name}-view`) || "";
 		const parts = (route().query.get(this.name) || "").split("_");
 		if (parts.length < 3) return;
 		this.mode = MODES[parts[0]] ? parts[0] : "one";
@@ -41,17 +44,40 @@ class Pictures extends View {
 	}
 
 	note() {
-		keep({[this.name]: [this.mode, this.chosen("a").join("-"), this.chosen("b").join("-")].join("_")});
+		keep({[`${this.name}-view`]: this.view, [this.name]: [this.mode, this.chosen("a").join("-"), this.chosen("b").join("-")].join("_")});
+	}
+
+	// The channels of a picture; null until they are there, or where there are none.
+	sheet(side) {
+		const [s, step] = this.chosen(side), source = this.drawn[s];
+		if (!source.channels?.includes(step)) return null;
+		const key = `${source.label} ${s} ${step}`;
+		if (!this.sheets.has(key)) {
+			this.sheets.set(key, null);
+			if (this.sheets.size > KEPT) this.sheets.delete(this.sheets.keys().next().value);
+			const come = (sheet) => { this.sheets.set(key, sheet); this.version += 1; };
+			Promise.resolve(source.sheet(step)).then(decoded).then((sheet) => come({...sheet, views: new Map()})).catch(() => this.sheets.delete(key));
+		}
+		return this.sheets.get(key);
+	}
+
+	// A picture in the chosen view, where it has such channels.
+	viewed(side) {
+		const shown = this.picture(side), sheet = this.view && this.sheet(side);
+		if (!sheet || !has(sheet, this.view)) return shown;
+		if (!sheet.views.has(this.view)) sheet.views.set(this.view, paint(sheet, this.view));
+		return {url: sheet.views.get(this.view), label: `${shown.label}, ${said(sheet, this.view)}`};
 	}
 
 	render() {
 		if (!this.drawn.length) return html`<p class="empty">No pictures yet: the first preview is drawn early in the run.</p>`;
-		const a = this.picture("a"), b = this.picture("b"), two = this.mode !== "one";
+		const a = this.viewed("a"), b = this.viewed("b"), two = this.mode !== "one", sheet = this.sheet("a");
 		const both = {wiper: `left: ${a.label}; right: ${b.label}`, difference: `${a.label}, less ${b.label}: black where they are equal`}[this.mode];
 		return html`<div class="pictures">
 			<div class="bar">${this.slider("a")}
 				${radios(this.name, "Compare", MODES, this.mode, (mode) => { this.mode = mode; this.note(); })}
 				${two ? this.slider("b") : ""}
+				${sheet ? chooser(sheet, has(sheet, this.view || "0") ? this.view : "", (view) => { this.view = view; this.note(); }) : ""}
 				${this.mode === "wiper" ? html`<label>cut ${range(this.cut, 0, 100, (cut) => (this.cut = cut))}</label>` : ""}
 				${this.mode === "flip" ? html`<button aria-pressed=${this.flipped} @click=${() => (this.flipped = !this.flipped)}>Flip: ${this.flipped ? b.label : a.label}</button>` : ""}
 			</div>

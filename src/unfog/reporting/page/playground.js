@@ -171,6 +171,7 @@ class Playground extends View {
 	}
 
 	async reuse(number) {
+		clearTimeout(this.later); // what a slider has asked for is of the settings before
 		await this.open(number);
 		if (this.job) this.form = {...USUAL, ...this.job.settings};
 	}

@@ -44,7 +44,7 @@ class Run extends View {
 		const run = this.detail;
 		if (!run) return html`<p class="empty" role="status">${this.failed ? `This run cannot be shown: ${this.failed}.` : "Reading the run …"}</p>`;
 		const troubles = this.events.filter((event) => event.trouble).slice(-20), {status} = run, marks = marksOf(this.events);
-		const sources = [{label: run.name, steps: run.previews, url: (step) => this.data.picture(this.run, "preview", step)}];
+		const sources = [{label: run.name, steps: run.previews, url: (step) => this.data.picture(this.run, "preview", step), channels: run.channels, sheet: (step) => this.data.channels(this.run, step)}];
 		return html`<header class="run-head"><h1>${run.name}</h1><p class="line">${state(status.state)} <span class="soft">${status.detail}</span>
 				${status.steps ? html`<progress max=${status.steps} value=${status.step} aria-label="Progress"></progress> ${count(status.step)} of ${count(status.steps)} steps` : ""}
 				${status.seconds_left ? html`· ${duration(status.seconds_left)} left` : ""}</p>

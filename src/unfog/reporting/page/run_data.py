@@ -34,6 +34,8 @@ _LARGEST_REPORT = 64 * 2**20  # bytes of data.json, which names every file
 _DEEPEST = 8  # lists in lists that are written out
 _LONGEST = 2000  # characters of a field of an event
 _OBEYS = ("value", "low", "high", "n", "real", "real_low", "real_high", "shuffled")
+_TRUTH = ("value", "low", "high", "mean", "given", "shuffled", "n", "draws")
+_TRUTH_HEADS = ("condition", "measure", "one draw", "95% interval", "mean of draws", "given", "shuffled", "n")
 _OBEYS_TEXTS = ("condition", "measure", "obeyed")
 _OBEYS_HEADS = ("condition", "measure", "samples", "95% interval", "real images", "shuffled", "n", "obeyed")
 _WORTH_HEADS = ("condition", "shuffled", "95% interval", "not given", "95% interval")
@@ -177,6 +179,16 @@ def _condition_tables(stored: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         ]
         title = f"Samples and what was asked, by a judge: {plain_text(stored.get('judge') or '')[:_LONGEST]}"
         yield {"title": title, "heads": _OBEYS_HEADS, "rows": cells}
+    if rows := [_numbers_and_texts(one, _TRUTH, ("condition", "measure")) for one in _lists(stored.get("truth"))]:
+        cells = [
+            (
+                *(one["condition"], one["measure"], _short(one["value"]), _between(one["low"], one["high"])),
+                *(_short(one[name]) for name in ("mean", "given", "shuffled", "n")),
+            )
+            for one in rows
+        ]
+        title = f"Draws and the held-out images, {_short(rows[0]['draws'])} draws for each"
+        yield {"title": title, "heads": _TRUTH_HEADS, "rows": cells}
     if rows := [_numbers_and_texts(one, _WORTH, ("condition",)) for one in _lists(stored.get("worth"))]:
         which = ("shuffled", "none")
         cells = [

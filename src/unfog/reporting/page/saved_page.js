@@ -34,9 +34,11 @@ async function keptRun(data, id) {
 	const all = detail.previews || [], previews = all.length <= 12 ? all : Array.from({length: 12}, (_, i) => all[Math.round((i * (all.length - 1)) / 11)]);
 	const pictures = {}, denoising = (detail.denoising || []).slice(-1);
 	for (const step of previews) pictures[`preview/${step}`] = await asData(data.picture(id, "preview", step));
+	const channels = (detail.channels || []).filter((step) => previews.includes(step));
+	for (const step of channels) pictures[`channels/${step}`] = await data.channels(id, step);
 	for (const step of denoising) pictures[`denoising/${step}`] = await asData(data.picture(id, "denoising", step));
 	if (detail.contact_sheet) pictures.contact = await asData(data.picture(id, "contact"));
-	return {...detail, id, previews, denoising, pictures, commands: {}, events: await data.events(id), metrics: pack(store)};
+	return {...detail, id, previews, channels, denoising, pictures, commands: {}, events: await data.events(id), metrics: pack(store)};
 }
 
 // The page without data: of a file its own scripts and styles, of a server what it makes of the modules.

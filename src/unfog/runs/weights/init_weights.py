@@ -25,7 +25,7 @@ from unfog.settings import auto_value
 from unfog.text import sanitize
 from unfog.training.checkpoints.load import sha256_of
 from unfog.values.image_format import CHANNELS, scaled, size_of
-from unfog.values.image_kinds import image_columns
+from unfog.values.kinds.image_kinds import image_columns
 
 
 class _InitialWeights(NamedTuple):

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-_ROWS = {"y", "lat", "latitude", "height", "row", "rows", "rlat", "yc", "northing", "south_north"}
+LATITUDES = frozenset(["lat", "latitude", "rlat"])
+_ROWS = {"y", *LATITUDES, "height", "row", "rows", "yc", "northing", "south_north"}
 _COLUMNS = {"x", "lon", "longitude", "width", "col", "column", "columns", "rlon", "xc", "easting", "west_east"}
 _CHANNELS = {"channel", "channels", "c", "band", "bands", "variable", "variables", "feature", "features", "wavelength"}
 _IMAGES = {

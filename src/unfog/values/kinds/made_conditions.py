@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from unfog.values.conditions import Conditions
 from unfog.values.image_format import luma_weights
-from unfog.values.image_kinds import IMAGE_KINDS, image_spans
+from unfog.values.kinds.image_kinds import IMAGE_KINDS, image_spans
 
 if TYPE_CHECKING:
     from unfog.values.condition_kinds import ColumnFacts

@@ -1,0 +1,1 @@
+"""Kinds of conditions that are images or captions, and helpers of all kinds."""
