@@ -29,7 +29,6 @@ WITHOUT_PICTURE = {
     "latent.md": "measured on too little training for a picture that says something",
     "mirror.md": "about files",
     "microscopy-and-medical.md": "reads files; no scan with a licence for this repository is at hand",
-    "mirror.md": "about copies of files",
     "python.md": "about code",
     "trackers.md": "the pictures are those of other programs",
 }
