@@ -30,6 +30,7 @@ WITHOUT_PICTURE = {
     "mirror.md": "about files",
     "microscopy-and-medical.md": "reads files; no scan with a licence for this repository is at hand",
     "python.md": "about code",
+    "satellites.md": "reads files; no satellite image with a licence for this repository is at hand",
     "simulations.md": "draws its own figures of a run",
     "trackers.md": "the pictures are those of other programs",
 }
