@@ -33,7 +33,7 @@ def test_pages_of_evidence_are_current_and_figures_in_prose_are_those_of_their_r
 
 
 def test_pages_that_give_figures_link_to_rows(ledger):
-    pages = ("measurements", "devices", "conditions", "image-conditions", "../README")
+    pages = ("measurements", "devices", "conditions", "image-conditions", "text", "../README")
     counts = {page: len(list(ledger.links((ROOT / f"docs/{page}.md").read_text()))) for page in pages}
     assert min(counts.values()) > 5, counts
 

@@ -30,10 +30,10 @@ class _Published(NamedTuple):
 
 
 PUBLISHED_RUNS = (
-    _Published("Fashion-MNIST, 1M parameters", 28, 9_500, 5e4, "recognisable", "benchmarks/LEDGER.md"),
+    _Published("Fashion-MNIST, 1M parameters", 28, 9_500, 5e4, "recognisable", "docs/evidence/quality"),
     _Published("the same", 28, 9_500, 1e5, "FD 7.2, where real images have 1.7", "docs/decisions/0007"),
     _Published(
-        "emoji, 1M parameters", 32, 7_572, 1.4e5, "faces and flags only, the rest blots", "benchmarks/LEDGER.md"
+        "emoji, 1M parameters", 32, 7_572, 1.4e5, "faces and flags only, the rest blots", "docs/evidence/quality"
     ),
     _Published("CIFAR-10, 36M parameters", 32, 50_000, 800e3 * 128, "FID 3.2", "Ho et al. 2020, appendix B"),
     _Published("CIFAR-10, 56M parameters", 32, 50_000, 200e6, "FID 1.8", "Karras et al. 2022, table 7"),
