@@ -31,7 +31,6 @@ WITHOUT_PICTURE = {
     "python.md": "about code",
     "satellites.md": "reads bands of numbers; no scene with a licence for this repository is at hand",
     "simulations.md": "fields are numbers; arrays.md has the errors",
-    "text.md": "its own evaluation is not drawn yet",
     "trackers.md": "the pictures are those of other programs",
 }
 
