@@ -87,6 +87,7 @@ READ_BY_NAME = {
     "checks/gpu_checks.py": "a file of /proc",
     "config/toml.py": "a file that --config names may be a link or a shell's pipe; a pipe in a run is refused there",
     "data/file_rows.py": "a file of /proc",
+    "data/containers/netcdf3.py": "a set that a person names, which may lie behind links",
     "data/scans/": "images that a person names, which may lie behind links",
     "data/sources/": "images that a person names, which may lie behind links",
     "device/cores.py": "files of /proc and /sys",
