@@ -61,11 +61,9 @@ def check_request(config: Config) -> None:
         )
     check_installed(config.log.sinks)
     check_buckets(config)
-    if not config.fingerprint and (encoder := config.text_encoder.pretrained):
-        if not folder_path(encoder, "text_encoder.pretrained").is_dir():
-            raise RequestError(
-                f"text_encoder.pretrained = {quote(encoder)} is not a folder; give one of Hugging Face that is on a disk"
-            )
+    encoder = config.text_encoder.pretrained
+    if encoder and not config.fingerprint and not folder_path(encoder, "text_encoder.pretrained").is_dir():
+        raise RequestError(f"text_encoder.pretrained = {quote(encoder)} is not a folder; give one of Hugging Face")
     factor = check_autoencoder(config)
     if config.network is not None:
         config.network.check_wrap(config.data.wrapped)
