@@ -261,7 +261,7 @@ def test_a_map_that_neither_float32_nor_settings_hold_is_refused_before_training
 
 def test_types_that_do_not_hold_the_values_are_refused(tmp_path: Path) -> None:
     place = saved(tmp_path, np.concatenate([FIELDS, FIELDS[..., :1]], axis=3))
-    for dtype, said in [("uint8", "5 channels; omit --data"), ("uint16", "give float32")]:
+    for dtype, said in [("uint8", "5 channels; omit"), ("uint16", "give float32")]:
         with pytest.raises(RequestError, match=said):
             prepare(open_source(place, axes="NHWC"), Data(dtype=dtype))
     bytes_of_two = saved(tmp_path, RNG.integers(0, 255, (6, 8, 40, 2)).astype(np.uint8))

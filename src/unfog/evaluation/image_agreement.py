@@ -119,11 +119,10 @@ def agreement(condition: str, draws: Tensor, truth: Tensor, given: Tensor | None
     for measure, of_pair in ((PSNR, _decibels), (SSIM, ssim), (CRPS, _absolute_error)):
         if measure == SSIM and min(truth.shape[2:]) < _WINDOW:
             continue
-        each = torch.stack([of_pair(one, truth, reach) for one in draws])  # [M, N]
         if measure == CRPS:
-            each = (crps(draws, truth) / reach)[None]
-            shuffled = crps(draws, other) / reach
+            each, shuffled = (crps(draws, truth) / reach)[None], crps(draws, other) / reach
         else:
+            each = torch.stack([of_pair(one, truth, reach) for one in draws])  # [M, N]
             shuffled = torch.stack([of_pair(one, other, reach) for one in draws])
         mean = MeanEstimate.over_images(each)
         of_mean = float(of_pair(draws.double().mean(0), truth, reach).mean())

@@ -391,8 +391,7 @@ def _with_interval(
     n = len(target)
     value = float(kind.score(measure, facts, output, target, torch.ones(1, n, dtype=torch.float64)))
     if measure in _SHARES:
-        low, high = wilson_interval(value, n)
-        return value, min(low, value), max(high, value)  # of 0 and 1 they are off by rounding
+        return value, *wilson_interval(value, n)
     draws = max(_FEWEST_DRAWS, min(_DRAWS, _VALUES // (n * target.shape[1])))
     chosen = torch.randint(n, (draws, n), generator=torch.Generator().manual_seed(0))
     weights = torch.zeros(draws, n, dtype=torch.float64).scatter_add_(1, chosen, torch.ones(draws, n).double())

@@ -232,8 +232,8 @@ def wilson_interval(share: float, n: int) -> tuple[float, float]:
     p, z = share, Z
     middle = (p + z**2 / (2 * n)) / (1 + z**2 / n)
     reach = z / (1 + z**2 / n) * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
-    # Rounding puts the ends past 0 and 1 by 1e-18.
-    return max(middle - reach, 0.0), min(middle + reach, 1.0)
+    # Rounding puts the ends of shares of 0 and 1 off by 1e-16, on either side.
+    return min(max(middle - reach, 0.0), p), max(min(middle + reach, 1.0), p)
 
 
 def _count_in_balls(centres: Tensor, queries: Tensor, neighbours: Sequence[int]) -> dict[int, _BallCounts]:

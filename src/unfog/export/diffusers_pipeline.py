@@ -141,14 +141,14 @@ class UnfogPipeline(DiffusionPipeline):
                 c_noise = noisiness / 4
         return alpha, sigma, c_noise * condition["scale"]
 
-    def _prompted(self, prompt, given):
+    def _prompted(self, prompt, given, argument="prompt"):
         """Return a prompt by the name of its condition; {} for None."""
         conditions = sorted(self.config.objective["conditions"], key=lambda one: one["kind"] != "text")
         names = [one["name"] for one in conditions if one["kind"] == "text" or one["name"] == "prompt"]
         if prompt is None:
             return {}
         if not names:
-            raise ValueError(f"prompt = {str(prompt)[:60]!r}, and this model learned no captions; leave it out")
+            raise ValueError(f"{argument} = {str(prompt)[:60]!r}, and this model learned no captions; leave it out")
         if names[0] in given:
             raise ValueError(f"prompt and {names[0]} are the same; leave one of them out")
         return {names[0]: prompt}
@@ -157,7 +157,7 @@ class UnfogPipeline(DiffusionPipeline):
         """Return a tensor for each condition besides the class, with this text alone; None for None."""
         if negative_prompt is None:
             return None
-        return self._columns(self._prompted(negative_prompt, {}), {}, batch_size)
+        return self._columns(self._prompted(negative_prompt, {}, "negative_prompt"), {}, batch_size)
 
     def _guided(self, x, level, told, guidance, away=None):
         """Return the clean image, moved away from the estimate without conditions, or with those of `away` alone."""

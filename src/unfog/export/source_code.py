@@ -79,9 +79,10 @@ def build(model):
     return network
 '''
 _CHECKED = """
-    sizes = {{one.name: max(one.statistics) if one.kind == "text" else one.inputs for one in columns}}
+    sizes = [max(one.statistics) if one.kind == "text" else one.inputs for one in columns]
     kinds = "number", "category", "several", "vector", "text"
-    if not all(one.kind in kinds and 0 < sizes[one.name] <= {most} for one in columns):  # it may be a stranger's
+    fits = [one.kind in kinds and 0 < size <= {most} for one, size in zip(columns, sizes)]
+    if not all(fits):  # it may be a stranger's
         raise ValueError("a condition of the description has no kind and size that Unfog writes; was it edited?")"""
 _TEXT = """,
         text_layers=model["text"]["layers"], text_width=model["text"]["width"]"""

@@ -166,12 +166,17 @@ def _evaluations(run: LoadedRun) -> list[tuple[Evaluation, bool]]:
             if _valid(one) and (one.metric, one.features) not in seen and not (guided and one.drawn)
         ]
         seen.update((one.metric, one.features) for one in new)
-        judged = bool(evaluation.obeys) and not guided and not any(one.judge for one, _ in found)
+        obeyed = evaluation.obeys or evaluation.truth
+        judged = bool(obeyed) and not guided and not any(one.judge or one.truth for one, _ in found)
         valued = bool(evaluation.worth) and not any(one.worth for one, _ in found)
         if new or judged or valued:
             said = Evaluation(evaluation.step, evaluation.drawn, new)
             said = said if guided else replace(said, copies=evaluation.copies, verdict=evaluation.verdict)
-            said = replace(said, obeys=evaluation.obeys, judge=evaluation.judge) if judged else said
+            said = (
+                replace(said, obeys=evaluation.obeys, judge=evaluation.judge, truth=evaluation.truth)
+                if judged
+                else said
+            )
             said = replace(said, worth=evaluation.worth) if valued else said
             found.append((said, Evaluation.read(path, machine_key()) is not None))
     return found

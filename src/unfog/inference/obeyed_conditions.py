@@ -61,7 +61,6 @@ class ConditionJudge:
     """A judge of the conditions of a run, with what it reads from real images that it was not trained on."""
 
     judge: Judge
-    columns: tuple[ColumnFacts, ...]
     real: list[Tensor]
     """Outputs for each column, [N, K] each."""
     real_values: list[NDArray[np.generic]]
@@ -95,13 +94,13 @@ class ConditionJudge:
         if others := [one.name for one in config.conditions.facts if one not in (*columns, *compared)]:
             said += f"; without a judge: {', '.join(others)}"
         read = [torch.cat(each) for each in zip(*outputs)]
-        return cls(judge, columns, read, [np.concatenate(each) for each in zip(*values)], kinds, said)
+        return cls(judge, read, [np.concatenate(each) for each in zip(*values)], kinds, said)
 
     def score(self, samples: Iterable[NDArray[np.generic]], given: Mapping[str, Column]) -> list[ConditionScore]:
         """Return the scores of samples, parts [n, C, H, W] of stored values, that were drawn with these columns."""
         scores = list[ConditionScore]()
         read = self.judge.read(samples)
-        for one, output, real, values, kind in zip(self.columns, read, self.real, self.real_values, self.kinds):
+        for one, output, real, values, kind in zip(self.judge.facts, read, self.real, self.real_values, self.kinds):
             if one.name in given:
                 scores += score_condition(one, (output, given[one.name].values), (real, values), kind)
         return scores

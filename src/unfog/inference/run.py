@@ -35,7 +35,7 @@ from unfog.pipeline.measurement import MeasureInput, Measurement, ObservedInput,
 from unfog.process.device import available_memory
 from unfog.reporting.image_grids import Pixels, captioned_grid
 from unfog.reporting.image_grids import grid as image_grid
-from unfog.reporting.notebook import figure, table
+from unfog.reporting.notebook import figure, picture, table
 from unfog.reporting.progress import plural, warn
 from unfog.text import format_bytes, sanitize
 from unfog.training.precision import DTYPES
@@ -115,10 +115,9 @@ class Samples(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
     def _repr_html_(self) -> str | None:
         if not self._are_images:
             return None
-        # The captions of a grid of conditions say what its cells are.
-        return (
-            figure(np.asarray(self), self._title()) if self.cells is None else figure(self.grid()[None], self._title())
-        )
+        if self.cells is None:
+            return figure(np.asarray(self), self._title())
+        return picture(self.grid(), self._title())  # at its own size: made smaller, its captions could not be read
 
 
 def _of_posterior(request: SamplingRequest, guide: Guide | None, image: ImageInput | None) -> SamplingRequest:
@@ -150,15 +149,16 @@ def _read_conditions(
     """Return the conditions of a request: those of its table, its grid, and `given`. RequestError if two have one."""
     format = config.conditions
     if table is None and request.cells is None:
-        return _Sampled(format.parse(given), request.n, None, ())
+        return _Sampled(format.parse(read_pictures(config, given, request.n)), request.n, None, ())
     if table is None:
         assert request.cells is not None
-        told, cells = format.crossed(read_grid(config, request.cells), given)
+        told, cells = format.crossed(read_grid(config, request.cells), read_pictures(config, given, request.n))
         return _Sampled(told, request.count(cells.cells, "the cells of the grid are"), cells, ())
     if request.cells is not None:
         raise RequestError("given_table and grid both give conditions; give one of them")
-    format.parse(given)
     read = read_given_table(Path(path_text(table, "given_table")), format)
+    given = read_pictures(config, given, read.rows)
+    format.parse(given)
     if twice := next((name for name in given if name in read.given), ""):
         raise RequestError(f"given_table and given both have {twice!r}; give it once")
     if read.unused:
@@ -299,7 +299,6 @@ class Run(LoadedRun):
         conditions = self.config.conditions
         # An observed image may be of any class, which a network learns where labels are dropped at times.
         asked = conditions.with_prompts(conditions.with_label(given, label), prompt)
-        asked = read_pictures(self.config, asked, request.n)
         unconditional = measurement is not None and asked == {} and self.config.label_dropout > 0
         negative = conditions.read_negative(request.negative)
         if measurement is not None and (given_table is not None or request.cells is not None):

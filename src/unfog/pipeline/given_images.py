@@ -71,7 +71,7 @@ def _each(facts: ColumnFacts, value: object, most: int) -> Sequence[_Given | Pic
     """Return the pictures that a value stands for, `most` at most. RequestError if it is another value."""
     name, found = facts.name, list[_Given | Picture]()
     hidden = Picture(IMAGE_KINDS[facts.kind].unknown(facts))
-    for one in _parts(name, value, hidden):
+    for one in _parts(name, value, hidden, IMAGE_KINDS[facts.kind].shape(facts)[0]):
         found.extend([one] if isinstance(one, _Given | Picture) else _of_text(name, one, most))
         if len(found) >= most:
             break
@@ -80,7 +80,7 @@ def _each(facts: ColumnFacts, value: object, most: int) -> Sequence[_Given | Pic
     return found[:most]
 
 
-def _parts(name: str, value: object, hidden: Picture) -> Iterator[_Given | Picture | str]:
+def _parts(name: str, value: object, hidden: Picture, channels: int) -> Iterator[_Given | Picture | str]:
     if value is None or isinstance(value, Picture):
         yield hidden if value is None else value
     elif isinstance(value, str | PathLike):
@@ -89,13 +89,13 @@ def _parts(name: str, value: object, hidden: Picture) -> Iterator[_Given | Pictu
         yield _Given("picture", value.copy)
     elif isinstance(value, list | tuple):
         for i, each in enumerate(value):
-            for part in _parts(name, each, hidden):
+            for part in _parts(name, each, hidden, channels):
                 yield part._replace(name=str(i)) if isinstance(part, _Given) else part
     else:
-        yield from _of_array(name, value)
+        yield from _of_array(name, value, channels)
 
 
-def _of_array(name: str, value: Any) -> Iterator[_Given]:
+def _of_array(name: str, value: Any, channels: int) -> Iterator[_Given]:
     array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
     array = array.astype(np.uint8) * 255 if array.dtype == bool else array
     if array.dtype.kind not in "uif" or array.ndim not in (2, 3, 4) or not array.size:
@@ -103,7 +103,7 @@ def _of_array(name: str, value: Any) -> Iterator[_Given]:
             f"given {name!r} is {array.dtype} {list(array.shape)}; give a file, a folder, or an array [H, W], "
             "[H, W, C] or [n, H, W, C]"
         )
-    if array.ndim == 3 and array.shape[2] > 4:
+    if array.ndim == 3 and array.shape[2] > max(4, channels + 1):  # one more marks values that are missing
         array = array[..., None]  # several of one channel
     elif array.ndim < 4:
         array = array[None] if array.ndim == 3 else array[None, ..., None]
@@ -229,7 +229,8 @@ def _holed(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.floa
         missing = np.asarray(~np.isfinite(values).all(2))
         if values.shape[2] == config.image_format.channels + 1:  # its last channel says what is known
             alpha, values = values[..., -1], values[..., :-1]
-            missing |= np.asarray(alpha < (_OPAQUE if values.dtype.kind in "ui" else 0.5)) | np.isnan(alpha)
+            half = np.iinfo(values.dtype).max / 2 if values.dtype.kind in "ui" else 0.5
+            missing |= np.asarray(alpha < half) | np.isnan(alpha)
         known = values[~missing]
         found = np.where(missing[..., None], known.min() if known.size else 0, values).astype(values.dtype)
     if not missing.any() or missing.all():

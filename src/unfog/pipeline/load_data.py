@@ -114,9 +114,10 @@ def load_images(
 def _evidence(facts: ColumnFacts, column: Column) -> str:
     """Describe a condition for people: its kind, its values, and how many images are without one."""
     kind = kind_of(facts.kind)
-    line = f"{facts.kind}, {sanitize(kind.evidence(facts))}"
+    evidence = sanitize(kind.evidence(facts))
     if facts.kind in MADE:
-        return sanitize(kind.evidence(facts))
+        return evidence
+    line = f"{facts.kind}, {evidence}"
     known = kind.known(column.values)
     if missing := len(known) - int(known.sum()):
         line += f"; not known for {missing:,} of {len(known):,} images"
