@@ -138,7 +138,11 @@ _DURATION = Advice(
     "--images or --steps",
     ("training.budget", "training.images", "training.steps"),
 )
-_LOSS = Advice("give --loss mse, l1 or pseudo-huber:c=0.03", ("diffusion.loss",))
+_LOSS = Advice(
+    "give --loss mse, l1 or pseudo-huber:c=0.03, and --weighting for the weight of each noise level; unfog docs "
+    "objectives compares the choices",
+    ("diffusion.loss", "diffusion.target", "diffusion.weighting"),
+)
 _INVERSE_SNR = Advice("give --weighting inverse-snr", ("diffusion.weighting",))
 _SHARDS = Advice("give the shards as SOURCE: unfog train 'https://host/set-{000..099}.tar'", ("data.cache",))
 _SEVERAL_GPUS = Advice("give torchrun --nproc-per-node 4 -m unfog train SOURCE; unfog docs distributed says more")
@@ -152,10 +156,6 @@ _SCALING = Advice(
 _OVERFITTING = Advice(
     "the held-out loss shows it, and unfog doctor RUN reports it; give --augment 0.15, or unfog sample RUN --best",
     ("data.augment",),
-)
-_LOSS = Advice(
-    "the loss is the squared error of the target, weighted by noise level; unfog docs objectives compares the choices",
-    ("diffusion.target", "diffusion.weighting"),
 )
 _FLAT_LOSS = Advice(
     "unfog doctor RUN says whether the loss is stuck or only slow, and why; unfog find-lr SOURCE suggests a rate",
@@ -215,7 +215,7 @@ ADVICE = {
     **dict.fromkeys(
         ("linear_scaling", "scale_lr", "linear_scaling_rule", "scaling_with_the_batch", "batch_and_lr"), _LR_SCALING
     ),
-    **dict.fromkeys(("loss", "loss_weighting", "loss_type"), _LOSS),
+    **dict.fromkeys(("loss", "loss_weighting"), _LOSS),
     **dict.fromkeys(("loss_not_decreasing", "flat_loss", "loss_flat", "not_learning"), _FLAT_LOSS),
     **dict.fromkeys(("sample_in_fp32", "samples_in_fp32", "sampling_precision"), _SAMPLING_PRECISION),
     **dict.fromkeys(

@@ -33,7 +33,7 @@ from unfog.reporting.progress import plural, say
 from unfog.settings import is_auto
 from unfog.text import sanitize
 from unfog.values.image_format import scaled, sides_of, size_of
-from unfog.values.kinds.image_kinds import image_columns
+from unfog.values.kinds.image_kinds import IMAGE_KINDS, image_columns
 
 # Factor of the noise from which on a step of Heun in 2 or 3 steps is refused.
 _LONGEST_STEP = 100
@@ -99,8 +99,8 @@ def check_sample_size(config: Config) -> None:
         check_multiple(config.data.size, factor)
     config.data.known_in_samples()  # raises for another size
     for one in image_columns(config.columns):
-        if one.statistics[1:3] != (float(config.image_format.height), float(config.image_format.width)):
-            _, height, width = map(int, one.statistics[:3])
+        _, height, width = IMAGE_KINDS[one.kind].shape(one)
+        if (height, width) != (config.image_format.height, config.image_format.width):
             raise RequestError(
                 f"size = {config.image_format.sides}: the condition {sanitize(one.name)} is an image of "
                 f"{width}x{height}, and so are the samples; omit --size"

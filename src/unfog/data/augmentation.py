@@ -290,7 +290,8 @@ def _warp_other(x: Tensor, linear: Tensor, shift: Tensor, smooth: bool) -> Tenso
     if not smooth:
         return _nearest(x, linear, shift)
     unknown = x.isnan()
-    whole = x.masked_fill(unknown, 0.0)
+    # The mean, so that what is not known adds no value that is not there.
+    whole = torch.where(unknown, x.nanmean((2, 3), keepdim=True).nan_to_num(), x)
     ends = whole.amin((2, 3), keepdim=True), whole.amax((2, 3), keepdim=True)
     moved = _resampled(whole, linear, shift).clamp(*ends)
     return moved.masked_fill(_nearest(unknown.float(), linear, shift) > 0.5, float("nan"))

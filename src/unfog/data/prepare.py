@@ -74,6 +74,7 @@ def prepare(
         key = cache.entry_key(scan, scan.settings)
         if may_reuse and (entry := cache.load(key)):
             return replace(entry.dataset(with_labels, source.name), warnings=scan.warnings)
+        scan = scan.with_second(progress)
         where, why = choose_placement(scan, key, to_draw, known)
         if where == "none":
             dataset = lazy_dataset(scan)

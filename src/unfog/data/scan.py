@@ -78,7 +78,7 @@ class Scan:
     second: tuple[SecondSource, ...] = ()
     """Second sources, whose images are conditions of these."""
     second_columns: Mapping[str, Column] = field(default_factory=dict)
-    """Columns of the second sources, once they are decoded by `resolve`. The stamp stands for them."""
+    """Columns of the second sources, once they are decoded by `with_second`. The stamp stands for them."""
 
     @classmethod
     def create(cls, source: Source, settings: Data) -> Scan:
@@ -111,8 +111,14 @@ class Scan:
         """Return `stamp` as the sources are now."""
         return combined_stamp(self.source, self.second)[0]
 
+    def with_second(self, progress: Progress | None = None) -> Scan:
+        """Decode the second sources at the size of the images, which is resolved. Raises as `second_columns`."""
+        warnings = list[str]()
+        columns = second_columns(self.second, self.size, warnings.append, progress)
+        return replace(self, second_columns=columns, warnings=(*self.warnings, *warnings)) if columns else self
+
     def resolve(self, began: bool = False) -> Scan:
-        """Choose size, channels and ranges of values, where left open, from a sample of images. Decode second sources.
+        """Choose size, channels and ranges of values, where left open, from a sample of images.
 
         `began` is True for a run that has begun: without `data.range`, its integers keep the range of their type.
 
@@ -120,11 +126,6 @@ class Scan:
             RequestError: most images have values of an unknown range, or many have values beyond a given one.
             RunError: an image cannot be read now.
         """
-        found, warnings = self._resolved(began), list[str]()
-        columns = second_columns(found.second, found.size, warnings.append)
-        return replace(found, second_columns=columns, warnings=(*found.warnings, *warnings)) if columns else found
-
-    def _resolved(self, began: bool) -> Scan:
         if (kept := choose_kept(self.source, self.settings, began)) is not None:
             return self._keeping(kept)
         size, ranges, settings = self.size or _choose_size(self.source), self.ranges, self.settings

@@ -108,9 +108,13 @@ class ImageInput(nn.Module):
         # The first of their statistics is the number of channels.
         ends = [0, *accumulate(int(one.statistics[0]) for one in columns)]
         self._parts = [
-            (one.kind, slice(*span), one.statistics[3:], len(one.categories))
-            for one, span in zip(columns, pairwise(ends))
+            (one.kind, slice(*span), f"ends_{k}", len(one.categories))
+            for k, (one, span) in enumerate(zip(columns, pairwise(ends)))
         ]
+        for (kind, _, name, _), one in zip(self._parts, columns):
+            if kind == "image":  # a buffer, as a copy in each call would make a GPU wait
+                low_and_high = torch.tensor(one.statistics[3:], dtype=torch.float32).view(2, -1, 1, 1)
+                self.register_buffer(name, low_and_high, persistent=False)
         self.channels = sum(one.inputs for one in columns)
         """Channels that are added to those of the image; 0 without such columns."""
 
@@ -123,16 +127,14 @@ class ImageInput(nn.Module):
             sides = [f"{each.shape[3]}x{each.shape[2]}" for each in (image, x)]
             raise RequestError(f"a condition has {sides[0]} pixels, and the input of the network {sides[1]}")
         parts = [x]
-        for kind, span, ends, categories in self._parts:
+        for kind, span, name, categories in self._parts:
             values = image[:, span]
             known = values.isfinite().all(1, keepdim=True)
             if kind == "mask":
                 place = torch.arange(categories, device=values.device)[:, None, None]
                 values = (values.nan_to_num(-1.0) == place).float()
             elif kind == "image":
-                low, high = (
-                    values.new_tensor(each)[:, None, None] for each in (ends[: len(ends) // 2], ends[len(ends) // 2 :])
-                )
+                low, high = self.get_buffer(name)
                 values = (values - low) * (2 / (high - low)) - 1
             parts += [torch.where(known, values, 0).to(x.dtype), (~known).to(x.dtype)]
         return torch.cat(parts, 1)

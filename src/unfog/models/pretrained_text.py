@@ -198,21 +198,30 @@ class KnownTexts:
         facts = (self.described.sha256, self.described.length, self._merges, rows)
         path = cache_folder() / f"texts-{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.safetensors"
         hold(path)
+        try:
+            self._read_kept(path, rows)
+            if not all(row in self._texts for row in rows):
+                self.learn(tokens)
+                _load(self.described).model.cpu()  # its memory is for training; a prompt brings it back
+                self._keep(path, rows)
+        finally:
+            release(path)
+
+    def _read_kept(self, path: Path, rows: Sequence[tuple[int, ...]]) -> None:
         with suppress(OSError, SafetensorError, KeyError):
             kept = load_file(tensor_file(path, cache_folder()))
             counts, encoded = kept["counts"].tolist(), kept["encoded"]
             if len(counts) == len(rows) and encoded.shape == (sum(counts), self.described.width):
                 self._texts.update(zip(rows, encoded.split(counts)))
                 self._renew()
-        if not all(row in self._texts for row in rows):
-            self.learn(tokens)
-            with suppress(OSError):  # without room they are encoded anew
-                encoded = [self._texts[row] for row in rows]
-                kept = {"counts": torch.tensor([len(one) for one in encoded]), "encoded": torch.cat(encoded)}
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomic(path, save(kept), cache_folder(), shared=True)
-                make_room()
-        release(path)
+
+    def _keep(self, path: Path, rows: Sequence[tuple[int, ...]]) -> None:
+        with suppress(OSError):  # without room they are encoded anew
+            encoded = [self._texts[row] for row in rows]
+            kept = {"counts": torch.tensor([len(one) for one in encoded]), "encoded": torch.cat(encoded)}
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, save(kept), cache_folder(), shared=True)
+            make_room()
 
     def _renew(self) -> None:
         self._retired += [table for device, table in self._tables.items() if device.type == "cuda"]

@@ -47,7 +47,8 @@ def pack(request: PackRequest) -> Path:
             say(f"{printable(str(out))} is already complete, with these images and settings")
             return out
         with silence_pillow(), Progress("packing", len(source.names)) as progress:
-            scan = scan.resolve()
+            known = scan.warnings
+            scan = scan.resolve().with_second(stop.watching(progress))
             key = entry_key(scan, scan.settings)
             begun = packed_before(out, scan, key)
             started = time.monotonic()
@@ -59,6 +60,8 @@ def pack(request: PackRequest) -> Path:
                 if done:
                     say(f"{done:,} of {len(source.names):,} images are saved; repeat the command to continue")
                 raise
+        for left_out in scan.warnings[len(known) :]:
+            warn(left_out)
         _report_pack(made, scan, begun, time.monotonic() - started, size_was_open=is_auto(data, "size"))
     return out
 

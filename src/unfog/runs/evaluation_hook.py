@@ -107,8 +107,8 @@ def _choose_samples(auto: AutoSettings, images: ImageSet, features: Features | N
 
     def once(samples: int, reference: int) -> float:
         metrics = _metric_flops(config, samples, reference, costs.width)
-        # Draws for held-out images.
-        others = min(samples, DRAWS * MOST_IMAGES) * bool(_is_compared(config))
+        # Draws for held-out images that are compared with their truth.
+        others = min(samples, DRAWS * MOST_IMAGES) * _is_compared(config)
         return samples * (costs.sample + costs.features) + others * costs.sample + metrics
 
     chosen, each = _fit_to_budget(config, len(images), costs, allowed, once)

@@ -38,7 +38,14 @@ _FLAG = re.compile(r"(--[\w.-]+)(?: ([\w.:=+][\w.:=+-]*))?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,59}")
 _checking = threading.Lock()  # checks of a request are written for one thread
 # Settings that name files, or programs that send data to others.
-_NOT_FROM_PAGE = ("autoencoder_folder", "init.folder", "evaluate.features", "log.sinks", "checkpoint.mirror")
+_NOT_FROM_PAGE = (
+    "autoencoder_folder",
+    "init.folder",
+    "evaluate.features",
+    "log.sinks",
+    "checkpoint.mirror",
+    "text_encoder.pretrained",
+)
 _LONGEST_VALUE, _MOST_SETTINGS = 1000, 200
 
 

@@ -134,7 +134,7 @@ class ConditionFormat:
     @property
     def input_channels(self) -> int:
         """Channels that the conditions add to the input of a network: masks, and images that are conditions."""
-        return self.mask_channels + sum(IMAGE_KINDS[one.kind].inputs(one) for one in image_columns(self.columns))
+        return self.mask_channels + sum(one.inputs for one in image_columns(self.columns))
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -205,7 +205,7 @@ class ConditionFormat:
             lines = list(dict.fromkeys(filter(None, said)))
             found += lines[:_MOST_CONCERNS]
             if more := len(lines[_MOST_CONCERNS:]):
-                found.append(f"{name} is outside of the training images in {more:,} more values")
+                found.append(f"{name}: the same holds for {more:,} more values")
         return found
 
     def untold(self, given: Given) -> list[str]:

@@ -97,13 +97,15 @@ def resolved_condition(setting: str) -> str:
     """Return `data.condition` with absolute paths of its table, if that is a file beside no source, and its sources."""
     place, _ = parse_condition(setting)
     path = os.path.abspath(os.path.expanduser(place))
-    if place and os.path.isfile(path):
-        setting = setting.replace(place, path, 1)
-    words = setting.split(",")
-    for name, (source, _) in split_images(setting)[0].second.items():
-        there = os.path.abspath(os.path.expanduser(source))
-        if os.path.exists(there):
-            words = [word.replace(source, there, 1) if word.strip().startswith(f"{name}=") else word for word in words]
+    images, words, is_table = split_images(setting)[0], setting.split(","), bool(place) and os.path.isfile(path)
+    for k, word in enumerate(words):
+        name, equals, source = word.partition("=")
+        if equals and name.strip() in images.second:
+            given = images.second[name.strip()][0]
+            there = os.path.abspath(os.path.expanduser(given))
+            words[k] = word if not os.path.exists(there) else f"{name}={source.replace(given, there, 1)}"
+        elif is_table and word.lstrip().startswith(place):
+            words[k], is_table = word.replace(place, path, 1), False
     return ",".join(words)
 
 

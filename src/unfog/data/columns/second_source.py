@@ -6,7 +6,7 @@ import hashlib
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +28,10 @@ from unfog.data.decode_pool import (
     thread_count,
     with_retries,
 )
+from unfog.data.full_depth.choice import channels_of, first_image
 from unfog.data.full_depth.ranges import find_ranges, spread
-from unfog.data.sources.base import ImageError, Source
+from unfog.data.sources.base import FailedShardError, ImageError, ShardReadError, Source
+from unfog.data.sources.image_files import image_error
 from unfog.data.sources.label_tables import strip_shard
 from unfog.data.sources.registry import open_source
 from unfog.device.cores import thread_pool
@@ -40,6 +42,7 @@ from unfog.values.image_format import STORED, ImageFormat, Size, StoredValues, c
 from unfog.values.kinds.image_kinds import MOST_MASK_VALUES
 
 _SAMPLED = 64  # images that are looked at to find the kind of a second source
+_MASKS_AT_ONCE = 256  # that are read ahead
 _FEW_VALUES = 32  # a mask has fewer different values in its first images
 _SIDES_CHECKED = 1000  # pairs whose sides are compared, evenly spread
 _BACKGROUND = "white"  # behind transparent pixels, as of training images
@@ -215,13 +218,18 @@ def _format_of(source: Source, size: Size) -> PixelFormat:
         deep = find_ranges(source) != Ranges()
     except RequestError:  # values of no usual range
         deep = True
-    first = source.read(0)
-    if not (deep or (isinstance(first, np.ndarray) and first.dtype != np.uint8)):
+    first = first_image(source)
+    if first is None or not (deep or _has_deep_values(first)):
         return PixelFormat(ImageFormat.of(colour_channels(False), size), background, Ranges(), True)
-    shape = (first.values if isinstance(first, DeepImage) else np.asarray(first)).shape
     usual = STORED["float32"]
     values = StoredValues("float32", usual.low, usual.high)
-    return PixelFormat(ImageFormat.of(shape[2] if len(shape) == 3 else 1, size, values), background)
+    return PixelFormat(ImageFormat.of(channels_of(first), size, values), background)
+
+
+def _has_deep_values(image: Image.Image | DeepImage | NDArray[Any]) -> bool:
+    if isinstance(image, np.ndarray):
+        return image.dtype != np.uint8
+    return isinstance(image, DeepImage) or image.mode[0] in "IF"
 
 
 def _check_used(one: SecondSource, reasons: Counter[str], used: int, count: int, warn: Callable[[str], None]) -> None:
@@ -238,22 +246,24 @@ def _mask_column(one: SecondSource, size: Size, warn: Callable[[str], None], pro
     values = np.full((len(one.partner), 1, format.height, format.width), -1, np.int8)
     numbers, reasons, in_colour = dict[int, int](), Counter[str](), set[bool]()
     rows = np.flatnonzero(one.partner >= 0)
-    for done, (row, found) in enumerate(zip(rows.tolist(), _read_masks(one, rows, format)), 1):
-        if progress and done % 64 == 0:
-            progress(done, len(rows))
-        if isinstance(found, str):
-            reasons[found] += 1
-            continue
-        plane, coloured = found
-        found_here, inverse = np.unique(plane, return_inverse=True)
-        known = [numbers.setdefault(value, len(numbers)) for value in found_here.tolist()]
-        in_colour.add(coloured)
-        if len(numbers) > MOST_MASK_VALUES:
-            raise RequestError(
-                f"condition {one.name}: the masks have more than {MOST_MASK_VALUES} values; a mask has one a category, "
-                f"which a JPEG does not keep; save them as PNG, or give {one.name}=SOURCE:image if they are pictures"
-            )
-        values[row, 0] = np.array(known, np.int8)[inverse.reshape(plane.shape)]
+    with closing(_read_masks(one, rows, format)) as masks:
+        for done, (row, found) in enumerate(zip(rows.tolist(), masks), 1):
+            if progress and done % 64 == 0:
+                progress(done, len(rows))
+            if isinstance(found, str):
+                reasons[found] += 1
+                continue
+            plane, coloured = found
+            found_here, inverse = np.unique(plane, return_inverse=True)
+            known = [numbers.setdefault(value, len(numbers)) for value in found_here.tolist()]
+            in_colour.add(coloured)
+            if len(numbers) > MOST_MASK_VALUES:
+                raise RequestError(
+                    f"condition {one.name}: the masks have more than {MOST_MASK_VALUES} values; a mask has one a "
+                    "category, which a JPEG does not keep; save them as PNG, or give "
+                    f"{one.name}=SOURCE:image if they are pictures"
+                )
+            values[row, 0] = np.array(known, np.int8)[inverse.reshape(plane.shape)]
     _check_used(one, reasons, len(rows) - reasons.total(), len(rows), warn)
     if len(in_colour) > 1:
         raise RequestError(
@@ -272,7 +282,7 @@ def _mask_column(one: SecondSource, size: Size, warn: Callable[[str], None], pro
 
 def _read_masks(
     one: SecondSource, rows: NDArray[np.int64], format: ImageFormat
-) -> Iterator[tuple[NDArray[np.int64], bool] | str]:
+) -> Generator[tuple[NDArray[np.int64], bool] | str]:
     """Yield the mask of each row, or why it cannot be used."""
 
     def read(i: int) -> tuple[NDArray[np.int64], bool] | str:
@@ -281,8 +291,10 @@ def _read_masks(
         except (ImageError, ValueError) as error:
             return str(error)
 
+    partners = one.partner[rows].tolist()
     with thread_pool(thread_count(one.source)) as pool:
-        yield from pool.map(read, one.partner[rows].tolist())
+        for first in range(0, len(partners), _MASKS_AT_ONCE):  # so that results do not pile up
+            yield from pool.map(read, partners[first : first + _MASKS_AT_ONCE])
 
 
 def read_mask(
@@ -306,16 +318,14 @@ def read_mask(
 def _mask_values(read: Callable[[], Image.Image | DeepImage | NDArray[Any]]) -> tuple[NDArray[np.int64], bool]:
     """Return the mask from `read` as whole numbers [H, W], colours as 0xrrggbb; and if it is in colour.
 
-    Raises as `read`, and ValueError if its values are not whole numbers.
+    Raises ImageError, as errors of shards, and ValueError if its values are not whole numbers.
     """
-    found = read()
-    if isinstance(found, Image.Image):
-        if found.mode[0] in "IF":
-            values = read_deep(lambda: found)
-        else:
-            values = np.asarray(ImageOps.exif_transpose(found.convert("RGB") if _is_coloured(found) else _plain(found)))
-    else:
-        values = found.values if isinstance(found, DeepImage) else found
+    try:
+        values = _stored_values(read())
+    except (FailedShardError, ShardReadError):
+        raise
+    except Exception as error:  # decoders raise almost anything on damaged files, as in `decode`
+        raise image_error(error) from error
     if values.dtype.kind == "f" and not (np.isfinite(values) & (values == np.round(values))).all():
         raise ValueError("values that are not whole numbers")
     if values.ndim == 3 and values.shape[2] in (1, 2):
@@ -326,6 +336,16 @@ def _mask_values(read: Callable[[], Image.Image | DeepImage | NDArray[Any]]) -> 
     if values.ndim != 2:
         raise ValueError(f"a mask of shape {list(values.shape)}")
     return values.astype(np.int64), False
+
+
+def _stored_values(found: Image.Image | DeepImage | NDArray[Any]) -> NDArray[Any]:
+    """Return the values of a mask, [H, W] or [H, W, C], and close its file."""
+    if not isinstance(found, Image.Image):
+        return found.values if isinstance(found, DeepImage) else found
+    with found:
+        if found.mode[0] in "IF":
+            return read_deep(lambda: found)
+        return np.asarray(ImageOps.exif_transpose(found.convert("RGB") if _is_coloured(found) else _plain(found)))
 
 
 def _is_coloured(image: Image.Image) -> bool:

@@ -48,10 +48,10 @@ def choose_kept(source: Source, settings: Data, began: bool = False) -> Kept | N
     asked, wanted = settings.requested_dtype, settings.channels
     if began and not settings.asks_to_keep:
         return None
-    first = _first_image(source)
+    first = first_image(source)
     if first is None:
         return None
-    is_array, held = isinstance(first, np.ndarray), _channels(first)
+    is_array, held = isinstance(first, np.ndarray), channels_of(first)
     # The fourth channel is transparency, unless four are asked for.
     unusual = is_array and held not in (CHANNELS if wanted == held else USUAL)
     if not (settings.asks_to_keep or unusual):
@@ -83,10 +83,10 @@ def choose_kept(source: Source, settings: Data, began: bool = False) -> Kept | N
 
 def keep_array(source: Source, settings: Data) -> Kept | None:
     """Return how arrays without a usual range keep their values; None if these images are not, or must be pictures."""
-    first = _first_image(source)
+    first = first_image(source)
     if not (settings.may_keep and isinstance(first, np.ndarray)):
         return None
-    return Kept("float32", _channels(first))
+    return Kept("float32", channels_of(first))
 
 
 def mixed_depths_line(source: Source) -> str:
@@ -98,7 +98,7 @@ def mixed_depths_line(source: Source) -> str:
     if source.files_differ:
         count = len(source.names)
         for i in range(0, count, max(1, -(-count // _DEPTHS_LOOKED_AT))):
-            with suppress(Exception):  # as in `_first_image`
+            with suppress(Exception):  # as in `first_image`
                 image = source.read(i)
                 found.setdefault(_depth(image), []).append(source.names[i])
                 if not isinstance(image, np.ndarray):
@@ -115,7 +115,7 @@ def _depth(image: _Image) -> str:
     return "16 bits" if is_deep(values) else "8 bits"
 
 
-def _first_image(source: Source) -> _Image | None:
+def first_image(source: Source) -> _Image | None:
     """Return one of the first images, as the source reads it; None if all fail, which decoding reports.
 
     The file of an image is closed, so only its header is known.
@@ -134,7 +134,7 @@ def _is_floating(image: _Image) -> bool:
     return values.dtype.kind == "f" if isinstance(values, np.ndarray) else values.mode == "F"
 
 
-def _channels(image: _Image) -> int:
+def channels_of(image: _Image) -> int:
     """Return the channels of an image; of a file those without transparency."""
     values = image.values if isinstance(image, DeepImage) else image
     if isinstance(values, np.ndarray):

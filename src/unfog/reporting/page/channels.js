@@ -33,7 +33,9 @@ export async function decoded(sheet) {
 	const context = canvasOf(image.naturalWidth, image.naturalHeight);
 	context.drawImage(image, 0, 0);
 	const {data} = context.getImageData(0, 0, image.naturalWidth, image.naturalHeight);
-	return {...sheet, picture: null, across: image.naturalWidth, grey: data.filter((_, i) => i % 4 === 0)};
+	const grey = new Uint8ClampedArray(data.length / 4);
+	for (let i = 0; i < grey.length; i += 1) grey[i] = data[4 * i];
+	return {...sheet, picture: null, across: image.naturalWidth, grey};
 }
 
 // The colours of the 256 levels of a map, [256][3].

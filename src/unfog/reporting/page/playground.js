@@ -162,12 +162,13 @@ class Playground extends View {
 	findRare() {
 		const text = (this.detail?.conditions || []).find((one) => one.kind === "text"), {form, run} = this;
 		const asked = text ? {prompt: told(form.given, text.name), negative: form.negative || ""} : {};
-		if (JSON.stringify(asked) === this.askedRare) return;
-		this.askedRare = JSON.stringify(asked);
+		const key = JSON.stringify([run, asked]);
+		if (key === this.askedRare) return;
+		this.askedRare = key;
 		clearTimeout(this.rarely);
 		this.rarely = setTimeout(async () => {
 			const found = await Promise.all(Object.entries(asked).map(async ([name, words]) => [name, words ? await this.data.get(`api/draw/rare-words?run=${run}&text=${encodeURIComponent(words)}`).catch(() => []) : []]));
-			if (JSON.stringify(asked) === this.askedRare) this.rare = Object.fromEntries(found);
+			if (key === this.askedRare) this.rare = Object.fromEntries(found);
 		}, WAIT);
 	}
 

@@ -73,7 +73,7 @@ class Grid extends View {
 
 	// A caption alone, and of other settings the name too.
 	caption(name, value) {
-		return this.isText(name) && name !== "negative" ? value : `${name} ${value}`;
+		return name.startsWith(GIVEN) && this.isText(name) ? value : `${name} ${value}`;
 	}
 
 	render() {

@@ -1,4 +1,4 @@
-"""Mirror of a run: its folder copied to a second place after each checkpoint, in a thread, so that any moment is whole.
+"""Mirror of a run: its folder copied to a second place after each checkpoint, by a thread.
 
 A checkpoint is copied under a name that is never read, its manifest last, and then renamed. Every other file is copied
 beside its place and renamed. The records are copied before the checkpoint that refers to them, so whatever a crash
@@ -35,7 +35,7 @@ from unfog.training.checkpoints.format import CONFIG, MANIFEST, CheckpointInfo, 
 from unfog.training.checkpoints.snapshot import sync
 
 CHECKPOINTS = "checkpoints"
-# Of the process that trains, which does not train in the mirror; and requests to it.
+# Files about the training process, and requests to it, which mean nothing in a copy.
 _LEFT_OUT = frozenset(["heartbeat.json", "launch", "SAVE", "PREVIEW", "STOP"])
 _RECORDS = frozenset(["metrics.jsonl", "events.jsonl"])
 _MARK = ".mirror"  # file in a mirror that names its run
@@ -80,7 +80,7 @@ def check_mirror(run: Path, mirror: str, new: bool) -> Path | None:
     if new:
         remedy = f"`unfog resume {mirror}` continues the run in it" if (there / CONFIG).exists() else "it has files"
         raise RequestError(f"mirror = {mirror} is not empty; {remedy}, or give another --mirror")
-    if _identity(there) != _identity(run):
+    if (known := _identity(there)) is None or known != _identity(run):
         raise RequestError(f"mirror = {mirror} holds another run; give another --mirror, or --mirror '' for none")
     steps = [max((one.step for one in list_checkpoints(one / CHECKPOINTS)[0]), default=-1) for one in (run, there)]
     if steps[1] > steps[0]:
@@ -172,22 +172,22 @@ def copy_run(run: Path, place: Path, seen: dict[str, tuple[int, int]], stop: thr
     """
     started = time.perf_counter()
     place.mkdir(parents=True, exist_ok=True)
-    if not (place / _MARK).exists() and (line := _identity(run)):
+    if (line := _identity(run)) and _identity(place) != line:
         write_atomic(place / _MARK, line, place)
     target = place / CHECKPOINTS
     make_folder(target, place)
-    for left in target.glob(".partial-*"):  # of a process that was killed
-        remove_tree(left, place)
     rotation.restore_replaced(target)
+    rotation.remove_leftovers(target, [])  # of a process that was killed
     size = sum(_copy_files(run, place, seen, stop, records=False))
     # A checkpoint covers the records before it. Without any checkpoint, records alone could not be resumed.
     first = not list_checkpoints(target)[0]
     size += 0 if first else sum(_copy_files(run, place, seen, stop, records=True))
-    saved, _ = list_checkpoints(run / CHECKPOINTS)
+    saved, broken = list_checkpoints(run / CHECKPOINTS)
     for one in reversed(saved):  # the newest first, which is worth most
         size += _copy_checkpoint(one, target, stop)
     size += sum(_copy_files(run, place, seen, stop, records=True)) if first and saved else 0
-    kept = {one.folder.name for one in saved}
+    # What is damaged in the run may be whole here.
+    kept = {one.folder.name for one in saved} | {one.folder.name for one in broken}
     for old in list_checkpoints(target)[0] if saved else []:
         if old.folder.name not in kept:
             rotation.remove_checkpoint(old.folder)
@@ -266,8 +266,7 @@ def _copy_checkpoint(saved: CheckpointInfo, target: Path, stop: threading.Event)
         if saved.folder.exists():
             raise
         return 0  # removed by the run as an old one
-    with replace_file(partial / MANIFEST, place) as copy:
-        copy.write(manifest)
+    write_atomic(partial / MANIFEST, manifest, place)
     sync(partial)
     rotation.replace_checkpoint(partial, folder)
     sync(target)
