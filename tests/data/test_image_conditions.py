@@ -6,6 +6,7 @@ import torch
 from PIL import Image
 
 from unfog.data.augmentation import Augment, AugmentWithConditions
+from unfog.data.columns.conditions import resolved_condition
 from unfog.data.columns.image_setting import split_images
 from unfog.data.columns.made import add_made, without_made
 from unfog.data.prepare import prepare
@@ -159,6 +160,37 @@ def test_pictures_and_arrays_are_conditions_in_their_units(tmp_path):
     assert np.array_equal(column.values, heights.transpose(0, 3, 1, 2))
     (facts,) = facts_of([column])
     assert facts.statistics[3:] == pytest.approx([*heights.min((0, 1, 2)), *heights.max((0, 1, 2))])
+
+
+def test_a_damaged_mask_is_named_and_its_image_stays(tmp_path):
+    images, masks = write_pairs(tmp_path)
+    whole = (masks / "a" / "0.png").read_bytes()
+    (masks / "a" / "0.png").write_bytes(whole[: len(whole) // 2])
+    (masks / "a" / "1.png").write_bytes(b"not an image")
+    dataset = read(images, f"mask={masks}:mask")
+    assert len(dataset.train) == 8
+    assert "2 of 8 images cannot be used" in " ".join(dataset.warnings)
+    assert (dataset.train.columns["mask"].values[:2] == -1).all()
+
+
+def test_pictures_of_16_bits_keep_their_values(tmp_path):
+    images, _ = write_pairs(tmp_path)
+    (tmp_path / "deep").mkdir()
+    for i in range(8):
+        deep = np.linspace(i, 60_000, HEIGHT * WIDTH).reshape(HEIGHT, WIDTH).astype(np.uint16)
+        Image.fromarray(deep).save(tmp_path / "deep" / f"{i}.png")
+    column = read(images, f"depth={tmp_path / 'deep'}:image").train.columns["depth"]
+    assert column.values.dtype == np.float32
+    assert column.values.max() == 60_000
+
+
+def test_paths_of_a_setting_become_absolute_and_names_stay(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "depth").mkdir()
+    (tmp_path / "t.csv").write_text("file,age")
+    assert resolved_condition("depth=depth,grey") == f"depth={tmp_path}/depth,grey"
+    assert resolved_condition("depth = depth") == f"depth = {tmp_path}/depth"
+    assert resolved_condition("a=t.csv_x,t.csv:age") == f"a=t.csv_x,{tmp_path}/t.csv:age"
 
 
 @pytest.mark.parametrize("cache", ["memory", "disk", "none"])

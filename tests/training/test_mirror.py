@@ -236,3 +236,28 @@ def test_one_pass_runs_at_a_time_and_requests_are_joined(tmp_path, monkeypatch):
     assert mirror.wait(10)
     assert len(passes) == len(mirror.news()) == 2
     assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_without_an_identity_is_no_mirror(mirrored, tmp_path):
+    """A run from before there were events has no identity; another folder then has the same, and its files go."""
+    run = tmp_path / "run"
+    shutil.copytree(mirrored[0], run)
+    (run / "events.jsonl").unlink()
+    (tmp_path / "docs" / "samples").mkdir(parents=True)
+    (tmp_path / "docs" / "samples" / "mine.txt").write_text("mine")
+    with pytest.raises(RequestError, match="holds another run"):
+        check_mirror(run, str(tmp_path / "docs"), False)
+
+
+def test_a_mirror_keeps_what_is_damaged_in_the_run_and_nothing_of_a_killed_removal(mirrored, tmp_path):
+    run, place = tmp_path / "run", tmp_path / "place"
+    shutil.copytree(mirrored[0], run)
+    copy_run(run, place, {}, threading.Event())
+    kept = steps(place)
+    (place / ".mirror").write_bytes(b"of a run that was there before\n")
+    (place / "checkpoints" / ".old-00000001").mkdir()
+    (run / "checkpoints" / f"{kept[0]:08d}" / "manifest.json").write_text("{")
+    copy_run(run, place, {}, threading.Event())
+    assert steps(place) == kept
+    assert not list((place / "checkpoints").glob(".*"))
+    assert check_mirror(run, str(place), False) == place
