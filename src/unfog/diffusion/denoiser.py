@@ -151,7 +151,8 @@ class Autoguided:
         return torch.cat([led, answer[:, channels:]], 1) if answer.shape[1] > channels else led
 
     def _weaker_guess(self, guess: Tensor, x_t: Tensor, logsnr: Tensor, conditions: Conditions) -> Tensor:
-        conditions = conditions.with_text(self.negative)
+        if self.negative is not None:
+            conditions = conditions.with_text(self.negative)
         if self.every == 1:
             return self.weaker(x_t, logsnr, conditions)
         kept = self._kept.pop() if self._kept else None
