@@ -141,13 +141,12 @@ def link(figure: Figure, rows: dict[str, Measurement]) -> str:
 
 def value(figure: Figure) -> str:
     """Return a figure as text: the value or the range, its error or interval, and the unit."""
-    text = " to ".join(number(one) for one in figure.values) if len(figure.values) == 2 else ""
-    text = text or ", ".join(number(one) for one in figure.values)
+    text = (" to " if len(figure.values) == 2 else ", ").join(map(number, figure.values))
     if figure.error is not None:
         text += f" ± {number(figure.error)}"
     if figure.low is not None and figure.high is not None:
         text += f" ({number(figure.low)} to {number(figure.high)})"
-    return text + (figure.unit and ("%" if figure.unit == "%" else f" {figure.unit}"))
+    return text + figure.suffix
 
 
 def number(one: float) -> str:

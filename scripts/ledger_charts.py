@@ -63,5 +63,4 @@ def _interval(figure: Figure) -> tuple[float, float, float]:
 
 def _value(figure: Figure, middle: float) -> str:
     text = f"{middle:,.0f}" if abs(middle) >= 1000 else f"{middle:.3g}"
-    unit = figure.unit and ("%" if figure.unit == "%" else f" {figure.unit}")
-    return text + (f" ± {figure.error:.2g}" if figure.error is not None else "") + unit
+    return text + (f" ± {figure.error:.2g}" if figure.error is not None else "") + figure.suffix

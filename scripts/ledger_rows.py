@@ -51,6 +51,11 @@ class Figure:
     record: str = ""
 
     @property
+    def suffix(self) -> str:
+        """The unit as it follows a number: "%", " images/s", or ""."""
+        return self.unit and ("%" if self.unit == "%" else f" {self.unit}")
+
+    @property
     def numbers(self) -> tuple[float, ...]:
         """The numbers that prose may give, in order: the values, then the error, or the ends of the interval."""
         after = (self.error,) if self.error is not None else (self.low, self.high)

@@ -165,8 +165,9 @@ class AugmentWithConditions:
 
     @staticmethod
     def _moved(image: Tensor, facts: ColumnFacts, moves: list[Move]) -> Tensor:
-        for move in moves:
-            image = move(image, IMAGE_KINDS[facts.kind].smooth)
+        kind = IMAGE_KINDS[facts.kind]
+        for move in () if kind.made else moves:  # what is made of the image is made anew of the result
+            image = move(image, kind.smooth)
         return image
 
 

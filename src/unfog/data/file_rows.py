@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from unfog.data.outages import Outage
 from unfog.errors import RunError
-from unfog.files.positions import pread_into
+from unfog.files.positions import fill
 from unfog.files.safe_files import open_file, regular_file
 from unfog.text import sanitize
 
@@ -176,12 +176,9 @@ class FileRows:
             self.waits.on_wait("")
 
     def _fill(self, out: memoryview, offset: int) -> None:
-        done, file = 0, self._file  # kept open meanwhile
-        while done < len(out):
-            part = pread_into(file.fileno(), out[done:], offset + done)
-            if part == 0:
-                raise RunError(f"{sanitize(str(self._path))} is cut off; restore it, then repeat the command")
-            done += part
+        file = self._file  # kept open meanwhile
+        if not fill(file.fileno(), out, offset):
+            raise RunError(f"{sanitize(str(self._path))} is cut off; restore it, then repeat the command")
 
     def _open_again(self) -> None:
         """Open the file anew, as the descriptor of a mount that was gone is of no use."""

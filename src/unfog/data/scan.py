@@ -31,7 +31,7 @@ from unfog.data.sources.labels import apply_label_table, labels_setting, read_co
 from unfog.errors import RequestError, RunError
 from unfog.settings import is_auto
 from unfog.text import sanitize
-from unfog.values.columns import CLASS, Column, classes_of, labels_of, of_labels, rows_of
+from unfog.values.columns import Column, classes_of, in_order, labels_of, of_labels, rows_of
 from unfog.values.image_format import LEAST, MOST, ImageFormat, Size, colour_channels, size_of
 
 # Images, evenly spread, that an automatic size looks at, and automatic channels before all images are decoded.
@@ -169,8 +169,7 @@ class Scan:
     @property
     def all_columns(self) -> dict[str, Column]:
         """`columns` and those of the second sources, in the order of a set."""
-        both = {**self.columns, **self.second_columns}
-        return {name: both[name] for name in sorted(both, key=lambda name: (name != CLASS, name))}
+        return in_order({**self.columns, **self.second_columns})
 
     @property
     def labels(self) -> NDArray[np.int64] | None:

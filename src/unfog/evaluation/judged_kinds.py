@@ -75,9 +75,9 @@ class JudgedKind:
     """Base of the kinds: the outputs of a judge for columns of a kind, their loss and their scores."""
 
     measures: ClassVar[tuple[str, ...]]
-    """The first one is at most 1, and 1 is perfect."""
+    """Names of the scores. The first one is at most 1, and 1 is perfect."""
     of_pixels: ClassVar[bool] = False
-    """Whether the outputs are `categories` of numbers for each pixel of the grid, [N, K, h, w], flattened."""
+    """Whether each pixel of the grid has K outputs, one for each category, as of a mask. They are flattened."""
 
     def outputs(self, facts: ColumnFacts) -> int:
         """Return the number K of outputs of the judge."""
@@ -96,11 +96,11 @@ class JudgedKind:
         return output
 
     def reader(self, facts: ColumnFacts) -> nn.Module | None:
-        """Return a network, trained with the judge, of targets: outputs are compared with what it makes of them."""
+        """Return the network that embeds targets, such as captions, and is trained with the judge; None without one."""
         return None
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean loss of outputs [N, K] for targets [N, T], all known, or for what `reader` makes of them."""
+        """Return the mean loss of outputs [N, K] for targets [N, T], all known, or for their embeddings."""
         raise NotImplementedError
 
     def score(self, measure: str, facts: ColumnFacts, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
@@ -273,8 +273,8 @@ class Retrieval(_Captions):
     """Scores of captions: the share of images whose own caption is among the 1 or 5 nearest of up to `CANDIDATES`.
 
     Args:
-        reader: of a trained judge.
-        facts: of its column.
+        reader: the network of a trained judge that embeds captions.
+        facts: the facts on the column of captions.
         captions: tokens of sets of images, [N, L] or [N, K, L], from which the others are drawn from a fixed seed.
     """
 

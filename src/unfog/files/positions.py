@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 # To open a file for `pread`. A pipe would wait for its writer, and Windows would translate the ends of lines.
@@ -19,13 +21,8 @@ def pread(file: int, count: int, offset: int) -> bytes:
     """Return at most `count` bytes from `offset` on of an open descriptor."""
     if hasattr(os, "pread"):
         return os.pread(file, count, offset)
-    with _lock:
-        before = os.lseek(file, 0, os.SEEK_CUR)
-        try:
-            os.lseek(file, offset, os.SEEK_SET)
-            return os.read(file, count)
-        finally:
-            os.lseek(file, before, os.SEEK_SET)
+    with _moved_to(file, offset):
+        return os.read(file, count)
 
 
 def pread_into(file: int, target: memoryview, offset: int) -> int:
@@ -37,14 +34,30 @@ def pread_into(file: int, target: memoryview, offset: int) -> int:
     return len(data)
 
 
+def fill(file: int, target: memoryview, offset: int) -> bool:
+    """Fill all bytes of `target` from `offset` on. Returns False if the file ends before."""
+    done = 0
+    while done < len(target):
+        if not (part := pread_into(file, target[done:], offset + done)):
+            return False
+        done += part
+    return True
+
+
 def pwrite(file: int, data: Any, offset: int) -> int:
     """Write bytes at `offset` of an open descriptor. Returns how many were written."""
     if hasattr(os, "pwrite"):
         return os.pwrite(file, data, offset)
+    with _moved_to(file, offset):
+        return os.write(file, data)
+
+
+@contextmanager
+def _moved_to(file: int, offset: int) -> Iterator[None]:
     with _lock:
         before = os.lseek(file, 0, os.SEEK_CUR)
         try:
             os.lseek(file, offset, os.SEEK_SET)
-            return os.write(file, data)
+            yield
         finally:
             os.lseek(file, before, os.SEEK_SET)

@@ -15,9 +15,8 @@ from torch.nn import functional as F
 
 from unfog.models import layers
 from unfog.models.layers import ConditionalNetwork, Runner, pad, sinusoids, text_at
-from unfog.models.pretrained_text import PretrainedTextEncoder, known_texts
 from unfog.models.settings import MPUNet
-from unfog.models.text_encoder import Text, TextEncoder, attend_to_text, text_heads
+from unfog.models.text_encoder import Text, attend_to_text, text_heads
 from unfog.values.conditions import ConditionsLike
 
 _SILU_RMS = 0.596  # root mean square of silu(x) for normally distributed x (eq. 81)
@@ -221,11 +220,8 @@ class MPUNetModel(ConditionalNetwork):
     def _condition_layer(self, inputs: int, width: int) -> nn.Module:
         return _MPLinear(inputs, width)
 
-    def _build_text_encoder(self, vocabulary: int, length: int, layers: int) -> TextEncoder:
-        if self.pretrained:
-            known = known_texts(*self.pretrained)
-            return PretrainedTextEncoder(known, self.text_width, layers, _MPLinear, _MPEmbedding)
-        return TextEncoder(vocabulary, length, self.text_width, layers, _MPLinear, _MPEmbedding)
+    def _text_parts(self) -> tuple[type[nn.Module], ...]:
+        return _MPLinear, _MPEmbedding
 
     def _build_text_embedding(self, width: int) -> nn.Module:
         self.text_share = nn.Parameter(torch.zeros(()))

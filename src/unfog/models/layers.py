@@ -195,8 +195,12 @@ class ConditionalNetwork(nn.Module):
 
     def _build_text_encoder(self, vocabulary: int, length: int, layers: int) -> TextEncoder:
         if self.pretrained:
-            return PretrainedTextEncoder(known_texts(*self.pretrained), self.text_width, layers)
-        return TextEncoder(vocabulary, length, self.text_width, layers)
+            return PretrainedTextEncoder(known_texts(*self.pretrained), self.text_width, layers, *self._text_parts())
+        return TextEncoder(vocabulary, length, self.text_width, layers, *self._text_parts())
+
+    def _text_parts(self) -> tuple[type[nn.Module], ...]:
+        """Return the linear layers and the embeddings that the encoder of texts is made of; () for the usual ones."""
+        return ()
 
     def _build_text_embedding(self, width: int) -> nn.Module:
         """Return the layer that adds a text to the embedding of the noise level, with an output of 0 at first."""

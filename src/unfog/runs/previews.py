@@ -48,6 +48,7 @@ from unfog.values.condition_format import Given
 from unfog.values.image_format import Size
 
 T = TypeVar("T")
+_COLUMNS = 8  # of a grid of reconstructions
 
 
 class Preview(NamedTuple):
@@ -55,9 +56,6 @@ class Preview(NamedTuple):
 
     grid: Pixels
     channels: bytes = b""
-
-
-_COLUMNS = 8  # of a grid of reconstructions
 
 
 class Previews:

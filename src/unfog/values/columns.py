@@ -85,8 +85,13 @@ def update_digest(digest: hashlib._Hash, columns: Mapping[str, Column]) -> None:
         digest.update(values.data)
 
 
+def in_order(columns: Mapping[str, Column]) -> dict[str, Column]:
+    """Return the columns in the order of a set: "class" first, then the others by their names."""
+    return {name: columns[name] for name in sorted(columns, key=lambda name: (name != CLASS, name))}
+
+
 def check_columns(columns: Mapping[str, Column], count: int, subject: str) -> dict[str, Column]:
-    """Return the columns of `count` images in the order of a set: "class" first, then the others by their names.
+    """Return the columns of `count` images in the order of a set; see `in_order`.
 
     Values become contiguous arrays in the byte order of this machine. `subject` names the source in messages.
     RequestError if a column does not fit the images, or has a name or values that no column may have.
@@ -96,8 +101,7 @@ def check_columns(columns: Mapping[str, Column], count: int, subject: str) -> di
             f"{subject} has {len(columns):,} columns, and the most are {MOST_COLUMNS:,}; leave out those that are not "
             "needed, or put numbers that belong together into one column [N, K]"
         )
-    order = sorted(columns, key=lambda name: (name != CLASS, name))
-    return {name: _checked(name, columns[name], count, subject) for name in order}
+    return {name: _checked(name, column, count, subject) for name, column in in_order(columns).items()}
 
 
 def _checked(name: str, column: Column, count: int, subject: str) -> Column:

@@ -29,19 +29,18 @@ def parse_weights(given: object, setting: str = "guidance") -> Weights:
         pairs = given.items() if isinstance(given, Mapping) else given if isinstance(given, Iterable) else [given]
     found = dict[str, float]()
     for pair in pairs:
-        name, weight = (*pair, "")[:2] if isinstance(pair, tuple) else (pair, "")
+        name, weight = pair if isinstance(pair, tuple) and len(pair) == 2 else ("", "")
+        name = name.strip() if isinstance(name, str) else ""
         number = _number(weight)
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(name, str) and name.strip()):
+        if not name:
             raise RequestError(
                 f"{setting} = {given!r:.60} must be a number, or NAME=NUMBER for each condition: age=2,stain=1"
             )
         if not abs(number) <= _LARGEST:  # also of NaN
-            raise RequestError(
-                f"{setting} of {name.strip()[:60]} = {weight!r:.60} must be a finite number; 1 to 3 is usual"
-            )
-        if name.strip() in found:
-            raise RequestError(f"{setting} of {name.strip()[:60]} is given twice; give one weight")
-        found[name.strip()] = number
+            raise RequestError(f"{setting} of {name[:60]} = {weight!r:.60} must be a finite number; 1 to 3 is usual")
+        if name in found:
+            raise RequestError(f"{setting} of {name[:60]} is given twice; give one weight")
+        found[name] = number
     if not found:
         raise RequestError(f"{setting} names no condition; give one number for all: 2")
     return tuple(found.items())

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from unfog.data.columns.image_setting import split_images
 from unfog.data.dataset import Dataset, ImageSet, take_with_rows
 from unfog.errors import RequestError
-from unfog.values.columns import Column, without_class
+from unfog.values.columns import Column, in_order, without_class
 from unfog.values.image_format import ImageFormat, in_colour
 
 
@@ -75,9 +75,8 @@ def add_made(dataset: Dataset) -> Dataset:
     def added(images: ImageSet) -> ImageSet:
         values = {name: MadeValues(images, format, name, factor) for name, factor in made.items()}
         new: Mapping[str, Column] = {name: Column(name, name, each) for name, each in values.items()}  # type: ignore[arg-type]
-        both = {**images.columns, **new}
         # The images' own fingerprint, as the settings say what is made of them.
-        return replace(images, columns=dict(sorted(both.items(), key=lambda one: (one[0] != "class", one[0]))))
+        return replace(images, columns=in_order({**images.columns, **new}))
 
     return replace(dataset, train=added(dataset.train), held_out=added(dataset.held_out))
 

@@ -7,7 +7,7 @@ import math
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from unfog.data.containers.source import unreadable
 from unfog.data.containers.stored_array import Key, StoredArray, choose
 from unfog.data.sources.base import ImageError
 from unfog.errors import RequestError
+from unfog.files.positions import fill
 from unfog.files.safe_files import open_file
 from unfog.text import sanitize
 
@@ -118,15 +119,8 @@ class _Reader:
 
 def _fill(file: Any, offset: int, out: NDArray[Any]) -> None:
     """Read the values of an array from an offset of a file. ImageError if it ends before."""
-    if not out.size:
-        return
-    view, done = out.reshape(-1).view(np.uint8).data, 0
-    file.seek(offset)
-    while done < len(view):
-        part = file.readinto(view[done:])
-        if not part:
-            raise ImageError("truncated")
-        done += part
+    if out.size and not fill(file.fileno(), out.reshape(-1).view(np.uint8).data, offset):
+        raise ImageError("truncated")
 
 
 class _Header:
@@ -153,7 +147,7 @@ class _Header:
         step = sum(-(-each // 4) * 4 for _, each in recorded) if len(recorded) > 1 else sum(n for _, n in recorded)
         for name, _ in recorded:
             one = self.variables[name]
-            self.variables[name] = _Variable(one.dtype, one.begin, one.shape, one.names, one.attributes, step)
+            self.variables[name] = replace(one, record=step)
 
     def _variable(self, dimensions: list[tuple[str, int]], records: int) -> tuple[str, _Variable, bool]:
         """Read a variable, and return its name, itself, and True if it has a part in each record."""

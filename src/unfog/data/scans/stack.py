@@ -16,7 +16,7 @@ from PIL import Image
 
 from unfog.data.sources.base import ImageError
 from unfog.files.deflate import unpacks_to
-from unfog.files.positions import pread_into
+from unfog.files.positions import fill
 from unfog.values.image_format import MOST_CHANNELS
 
 MOST_BYTES = 2**30
@@ -91,12 +91,8 @@ def read_part(path: Path, offset: int, dtype: np.dtype[Any], shape: tuple[int, .
     """Read an array in row-major order at an offset of a file. ImageError if the file ends before."""
     out = np.empty(shape, dtype)
     with open(path, "rb", buffering=0) as file:
-        view, done = out.reshape(-1).view(np.uint8).data, 0
-        while done < len(view):
-            part = pread_into(file.fileno(), view[done:], offset + done)
-            if not part:
-                raise ImageError("truncated")
-            done += part
+        if not fill(file.fileno(), out.reshape(-1).view(np.uint8).data, offset):
+            raise ImageError("truncated")
     return out
 
 

@@ -200,8 +200,7 @@ def as_array(values: Any) -> NDArray[Any]:
         values = (values.float() if values.dtype.is_floating_point else values).numpy()
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values) and values.dtype.kind in "iuf":
         # Integers of 16 bits become float32, and longer ones float64.
-        plain = values.data.astype(np.result_type(values.dtype, np.float32))
-        return np.where(np.ma.getmaskarray(values), np.nan, plain).astype(plain.dtype)
+        return np.ma.filled(values.astype(np.result_type(values.dtype, np.float32)), np.nan)
     return np.asarray(values)
 
 

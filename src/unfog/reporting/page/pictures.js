@@ -8,11 +8,11 @@ const KEPT = 16; // sheets of channels; the oldest go first
 const MODES = {one: "one", wiper: "wiper", flip: "flip", side: "side by side", difference: "difference"};
 
 class Pictures extends View {
-	static properties = ["sources", "name", "a", "b", "mode", "flipped", "cut", "view", "version"];
+	static properties = ["sources", "name", "a", "b", "mode", "flipped", "cut", "view"];
 
 	constructor() {
 		super();
-		Object.assign(this, {sources: [], name: "picture", flipped: false, cut: 50, mode: "one", a: null, b: null, view: "", version: 0, sheets: new Map()});
+		Object.assign(this, {sources: [], name: "picture", flipped: false, cut: 50, mode: "one", a: null, b: null, view: "", sheets: new Map()});
 	}
 
 	connectedCallback() {
@@ -55,8 +55,8 @@ class Pictures extends View {
 		if (!this.sheets.has(key)) {
 			this.sheets.set(key, null);
 			if (this.sheets.size > KEPT) this.sheets.delete(this.sheets.keys().next().value);
-			const come = (sheet) => { this.sheets.set(key, sheet); this.version += 1; };
-			Promise.resolve(source.sheet(step)).then(decoded).then((sheet) => come({...sheet, views: new Map()})).catch(() => this.sheets.delete(key));
+			const come = (sheet) => { this.sheets.set(key, {...sheet, views: new Map()}); this.requestUpdate(); };
+			source.sheet(step).then(decoded).then(come).catch(() => this.sheets.delete(key));
 		}
 		return this.sheets.get(key);
 	}

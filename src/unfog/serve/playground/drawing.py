@@ -207,11 +207,11 @@ def read_request(run: Path, settings: Mapping[str, Any], edits: bool, masked: bo
     for name, most in limits.items():
         if (getattr(request, name) or 0) > most:
             raise RequestError(f"{name} = {getattr(request, name)} is too large for the page: at most {most}")
-    if request.given:
+    if request.given or request.negative:
         conditions = conditions_of(run)
         conditions.parse(conditions.read_words(request.given))
-    if request.negative:
-        conditions_of(run).read_negative(request.negative)
+        if request.negative:
+            conditions.read_negative(request.negative)
     if not edits and (request.strength, request.repeats) != (None, None):
         raise RequestError("strength and repeats need an image to edit")
     return request

@@ -31,7 +31,7 @@ from unfog.files.safe_files import (
 )
 from unfog.text import is_address
 from unfog.training.checkpoints import rotation
-from unfog.training.checkpoints.format import CONFIG, MANIFEST, CheckpointInfo, list_checkpoints
+from unfog.training.checkpoints.format import CONFIG, MANIFEST, CheckpointInfo, list_checkpoints, run_of
 from unfog.training.checkpoints.snapshot import sync
 
 CHECKPOINTS = "checkpoints"
@@ -248,7 +248,7 @@ def _copy_file(run: Path, place: Path, name: Path, seen: dict[str, tuple[int, in
 
 def _copy_checkpoint(saved: CheckpointInfo, target: Path, stop: threading.Event) -> int:
     """Copy a checkpoint unless the mirror has the same. Returns its bytes; 0 if it is gone meanwhile."""
-    place, run = target.parent, saved.folder.parent.parent
+    place, run = target.parent, run_of(saved.folder)
     folder, partial = target / saved.folder.name, target / f".partial-{saved.folder.name}"
     try:
         manifest = read_file(saved.folder / MANIFEST, run, LARGEST_TEXT)

@@ -11,7 +11,7 @@ from unfog.errors import RequestError
 from unfog.text import sanitize
 from unfog.values.columns import Column
 from unfog.values.condition_kinds import ColumnFacts, ConditionKind
-from unfog.values.image_format import MOST
+from unfog.values.image_format import MOST, MOST_CHANNELS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,7 +22,6 @@ FIELD = "image"
 """The field of `Conditions` that all kinds of images fill."""
 MOST_MASK_VALUES = 64
 """Largest number of values of a mask."""
-_MOST_CHANNELS = 64
 _NOT_TOLD = "?"
 
 
@@ -37,12 +36,12 @@ class ImageKind(ConditionKind):
     made: ClassVar[bool] = False
     """Whether it is computed from the image, in model values; others are in the units of their source."""
     smooth: ClassVar[bool] = True
-    """Whether a value between two of its values means something, so that it can be interpolated."""
+    """Whether values may be interpolated. Those of a mask may not, as they are numbers of categories."""
 
     def check(self, facts: ColumnFacts) -> None:
         numbers = facts.statistics
         whole = all(math.isfinite(each) for each in numbers) and all(each == int(each) for each in numbers[:3])
-        if not (whole and len(numbers) >= 3 and 1 <= numbers[0] <= _MOST_CHANNELS and self._fits(facts)):
+        if not (whole and len(numbers) >= 3 and 1 <= numbers[0] <= MOST_CHANNELS and self._fits(facts)):
             raise self._wrong(facts)
         if not all(1 <= side <= MOST for side in numbers[1:3]):
             raise self._wrong(facts)
@@ -52,8 +51,8 @@ class ImageKind(ConditionKind):
 
     def _wrong(self, facts: ColumnFacts) -> RequestError:
         return RequestError(
-            f"column {facts.name!r} of kind {facts.kind} has not the facts of an image: channels, height, width and "
-            "more; start a new run, which finds them"
+            f"column {facts.name!r} of kind {facts.kind} lacks the channels, height or width of its images, or has "
+            "wrong ones; start a new run, which finds them"
         )
 
     def facts(self, column: Column) -> ColumnFacts:
