@@ -38,6 +38,7 @@ from unfog.serve.playground.drawing import (
     settings_of,
 )
 from unfog.serve.playground.images import Uploads, at_run_size, disagreement, sheet
+from unfog.serve.playground.inputs import Inputs
 from unfog.serve.playground.queue import MOST_WAITING, DrawingQueue
 from unfog.serve.server import Server
 from unfog.values.image_format import ImageFormat
@@ -82,7 +83,7 @@ def queue(monkeypatch):
 
 def submit(queue, run, image=b"", mask=b"", **settings):
     asked = read_request(run, settings, bool(image), bool(mask))
-    return queue.submit(1, run.name, asked, image, mask)
+    return queue.submit(1, run.name, asked, Inputs(image, mask))
 
 
 def wait(job, state="done", seconds=120):

@@ -23,6 +23,7 @@ from unfog.inference import memorization
 from unfog.serve.playground import studio, worker_process
 from unfog.serve.playground.channel import Channel, Message, Worker, read_message, write_message
 from unfog.serve.playground.drawing import newest_checkpoint, python_of, read_request
+from unfog.serve.playground.inputs import Inputs
 from unfog.serve.playground.queue import DrawingQueue
 from unfog.serve.playground.studio import Studio, find_copies
 
@@ -63,10 +64,11 @@ def png(pixels):
     return file.getvalue()
 
 
-def draw(run, until=None, image=b"", mask=b"", **settings):
-    head = {"run": str(run.path), "weights": {"device": "cpu", "step": None}, "image_bytes": len(image)}
+def draw(run, until=None, image=b"", mask=b"", given=None, **settings):
+    inputs = Inputs(image, mask, given or {})
+    head = {"run": str(run.path), "weights": {"device": "cpu", "step": None}, **inputs.head}
     said = Said(until)
-    Studio().draw(said, 7, Message({**head, "settings": {"n": 2, **settings}}, image + mask))
+    Studio().draw(said, 7, Message({**head, "settings": {"n": 2, **settings}}, inputs.body))
     return said
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import colorsys
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,6 +13,7 @@ from unfog.config.schema import Config
 from unfog.pipeline.generate import with_legend
 from unfog.reporting.image_grids import Pixels, captioned_groups
 from unfog.text import sanitize
+from unfog.values.colour_map import category_colours
 from unfog.values.condition_format import Given
 from unfog.values.condition_kinds import ColumnFacts
 from unfog.values.image_format import to_rgb
@@ -22,7 +22,6 @@ from unfog.values.kinds.image_kinds import IMAGE_KINDS, image_columns
 SAMPLE, TRUTH = "drawn", "true"
 """Captions of a sample, and of the image whose conditions it has."""
 _LIGHT, _DARK = 236, 200  # of the squares that stand for what is not known
-_GOLDEN = (5**0.5 - 1) / 2
 
 
 def conditions_sheet(config: Config, given: Given, samples: NDArray[np.uint8], truth: Pixels) -> Pixels:
@@ -61,8 +60,8 @@ def _picture(config: Config, facts: ColumnFacts, values: NDArray[np.float32]) ->
     known = np.isfinite(values).all(1)
     values = np.where(known[:, None], values, 0).astype(np.float32)
     if IMAGE_KINDS[facts.kind].made:
-        channels = config.image_format.channels  # brightness has one channel, and is shown as an image of the run
-        x0 = torch.from_numpy(np.ascontiguousarray(np.broadcast_to(values, (len(values), channels, *values.shape[2:]))))
+        # Brightness has one channel, and is shown as an image of the run.
+        x0 = torch.from_numpy(values).expand(-1, config.image_format.channels, -1, -1)
         shown = config.view(config.image_format.to_pictures(x0))
     else:
         shown = _PICTURES[facts.kind](facts, values)
@@ -70,7 +69,7 @@ def _picture(config: Config, facts: ColumnFacts, values: NDArray[np.float32]) ->
 
 
 def _of_mask(facts: ColumnFacts, values: NDArray[np.float32]) -> Pixels:
-    colours: Pixels = np.array(mask_colours(facts.categories), np.uint8)
+    colours: Pixels = np.array(category_colours(facts.categories), np.uint8)
     return colours[values[:, 0].astype(np.int64)]
 
 
@@ -85,25 +84,6 @@ def _of_second(facts: ColumnFacts, values: NDArray[np.float32]) -> Pixels:
 
 
 _PICTURES: Mapping[str, Callable[[ColumnFacts, NDArray[np.float32]], Pixels]] = {"mask": _of_mask, "image": _of_second}
-
-
-def mask_colours(categories: Sequence[str]) -> list[tuple[int, int, int]]:
-    """Return a colour for each category of a mask: its own, as of "#ff8000", or one that differs from the others.
-
-    The first of other categories is black, as it is the background of most masks.
-    """
-    return [_colour(name, i) for i, name in enumerate(categories)]
-
-
-def _colour(name: str, number: int) -> tuple[int, int, int]:
-    if name.startswith("#"):
-        red, green, blue = bytes.fromhex(name[1:])
-        return red, green, blue
-    if number == 0:
-        return 0, 0, 0
-    # Hues at steps of the golden ratio stay apart for any number of them.
-    red, green, blue = (round(255 * part) for part in colorsys.hsv_to_rgb(number * _GOLDEN % 1, 0.75, 0.95))
-    return red, green, blue
 
 
 def _squares(height: int, width: int) -> NDArray[np.uint8]:
