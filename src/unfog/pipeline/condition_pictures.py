@@ -57,7 +57,7 @@ def condition_pictures(config: Config, given: Given, numbers: Sequence[int]) -> 
 
 def _picture(config: Config, facts: ColumnFacts, values: NDArray[np.float32]) -> Pixels:
     """Return values of a condition [N, C, H, W], NaN where they are not known, as uint8 [N, H, W, 3]."""
-    known = np.isfinite(values).all(1)
+    known: NDArray[np.bool_] = np.asarray(np.isfinite(values).all(1))
     values = np.where(known[:, None], values, 0).astype(np.float32)
     if IMAGE_KINDS[facts.kind].made:
         # Brightness has one channel, and is shown as an image of the run.

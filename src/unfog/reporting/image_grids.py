@@ -152,7 +152,7 @@ def captioned_groups(parts: Mapping[str, Pixels], captions: Sequence[str]) -> Pi
         gap = _paper(len(made[0]), _BETWEEN)
         rows.append(np.concatenate([part for one in made for part in (one, gap)][:-1], 1))
     heads = [_column_captions(names, cell, width), _paper(_LINE, _BETWEEN)] * across
-    return stack([np.concatenate(heads[:-1], 1), *rows])
+    return np.concatenate([np.concatenate(heads[:-1], 1), stack(rows)])
 
 
 def _wrapped(text: str, width: int) -> list[str]:
