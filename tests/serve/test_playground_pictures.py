@@ -13,7 +13,7 @@ pytest.importorskip("orjson", reason="orjson is not installed: pip install 'unfo
 import unfog
 from browsers import CHROMIUM, WatchedPage, open_browser, serving
 from conftest import NETWORK
-from serve.test_playground_drawing import draw, pixels, png
+from studio_jobs import draw, pixels, png
 from unfog.errors import RequestError
 from unfog.reporting.channel_sheets import decode_channels
 from unfog.serve.playground.drawing import command_of, python_of, read_request

@@ -88,7 +88,7 @@ class Grid extends View {
 	// A caption alone, and of other settings the name too.
 	caption(name, value) {
 		if (name.startsWith(PICTURE)) return value.name;
-		return name.startsWith(GIVEN) && this.isText(name) ? value : `${name} ${value}`;
+		return name.startsWith(GIVEN) && this.isText(name) ? value : `${name.replace(GIVEN, "")} ${value}`;
 	}
 
 	render() {

@@ -29,6 +29,7 @@ class Picture extends View {
 	static properties = ["data", "run", "size", "condition", "value", "sheets", "jobs", "failed"];
 
 	choose(value) {
+		if (!value) this.querySelector("input[type=file]").value = "";
 		this.dispatchEvent(new CustomEvent("chosen", {detail: value}));
 	}
 
