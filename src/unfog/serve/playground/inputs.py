@@ -21,7 +21,7 @@ class Inputs:
 
     @property
     def head(self) -> dict[str, Any]:
-        """What `read` needs to take the body apart."""
+        """Lengths of the parts, by which `read` takes the body apart."""
         lengths = [[name, len(data)] for name, data in self.given.items()]
         return {"image_bytes": len(self.image), "mask_bytes": len(self.mask), "given_bytes": lengths}
 
