@@ -66,6 +66,7 @@ def test_labels_have_different_colours_and_colours_their_own():
     many = category_colours([str(i) for i in range(64)])
     assert len({*many}) == 64
     assert category_colours(["#ff8000", "#000001"]) == [(255, 128, 0), (0, 0, 1)]
+    assert len({*category_colours(["#", "#zz", "#12345"])}) == 3  # of a damaged configuration
 
 
 def test_captions_name_values_and_no_files():

@@ -125,6 +125,8 @@ def test_a_painted_mask_becomes_the_file_that_the_run_reads(names):
     numbers = np.random.default_rng(0).integers(0, 3, (8, 12, 1)).astype(np.uint8).repeat(3, 2)
     seen = np.asarray(Image.open(io.BytesIO(condition_view(mask_file(numbers, facts), facts))))
     assert np.array_equal(seen, np.array(category_colours(names), np.uint8)[numbers[..., 0]])
+    with pytest.raises(RequestError, match="values that a PNG cannot hold; give its mask with `unfog sample`"):
+        mask_file(numbers, ColumnFacts("mask", "mask", ("0", "70000", "x"), facts.statistics))
     numbers[0, 0] = 3
     with pytest.raises(RequestError, match="has the number 3, and the run has 3 labels"):
         mask_file(numbers, facts)

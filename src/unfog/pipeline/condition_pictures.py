@@ -28,7 +28,7 @@ def conditions_sheet(config: Config, given: Given, samples: NDArray[np.uint8], t
     """Return one picture of samples [N, H, W, C], each beside its conditions that are images, and the true image.
 
     Below each are its other conditions. `truth`, uint8 [n, H, W, 3], has the images whose conditions the samples cycle
-    through; [0, …] where there are none of this size.
+    through; [0, …] if none is to be shown.
     """
     numbers = range(len(samples))
     shown = condition_pictures(config, given, numbers) if samples.shape[1:3] == config.image_format.shape[1:] else {}

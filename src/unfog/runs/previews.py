@@ -17,7 +17,7 @@ from unfog.checks.run.loss_checks import LossImages, check_overfitting, loss_ima
 from unfog.checks.run.run_record import RunRecord
 from unfog.config.schema import Config
 from unfog.config.task import AutoencoderTask, DiffusionTask, Task
-from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
+from unfog.data.dataset import Dataset, ImageSet, evenly_spaced, take_with_rows
 from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, LossAt, midpoints, summarize_losses
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.pipeline.build import build_held_out_set, build_loss, build_loss_at, build_network, without_augmentation
@@ -116,10 +116,9 @@ class Previews:
         """Return one picture of samples [N, H, W, C], with their conditions."""
         if self._shown is None:
             return view_grid(self.config, samples, self.config.conditions.names(self._given, len(samples)))
-        images = self._shown.images
-        return conditions_sheet(
-            self.config, self._given, samples, images if images.shape[1:3] == samples.shape[1:3] else images[:0]
-        )
+        # With buckets the images of all sizes are scaled to one, and so none is what a sample should look like.
+        truth = self._shown.images[:0] if self.config.size_buckets else self._shown.images
+        return conditions_sheet(self.config, self._given, samples, truth)
 
     def seconds_per_sample(self) -> float | None:
         """Return the time of one sample of a preview, measured on a few steps of the sampler.
@@ -266,9 +265,10 @@ def conditions_of_images(config: Config, held_out: ImageSet, train: ImageSet) ->
     if not config.conditions.columns:
         return None
     images = held_out if len(held_out) else train
-    rows = evenly_spaced(len(images), config.preview.images)
+    # An image that cannot be decoded is replaced by another one, whose conditions are then taken.
+    pixels, rows = take_with_rows(images.pixels, np.asarray(evenly_spaced(len(images), config.preview.images)))
     given = config.conditions.rows(images.columns.values(), rows)
-    return ConditionsOfImages(given, config.view(images.pixels[rows].transpose(0, 2, 3, 1)))
+    return ConditionsOfImages(given, config.view(pixels.transpose(0, 2, 3, 1)))
 
 
 class _AutoencoderPreviews(Previews):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import colorsys
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,7 @@ def colour_table(name: str) -> NDArray[np.uint8]:
     return np.stack([np.interp(levels, places, part) for part in colours.T], axis=1).round().astype(np.uint8)
 
 
+_COLOUR = re.compile("#[0-9a-f]{6}")
 _GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -48,7 +50,7 @@ def category_colours(categories: Sequence[str]) -> list[tuple[int, int, int]]:
 
 
 def _category_colour(name: str, number: int) -> tuple[int, int, int]:
-    if name.startswith("#"):
+    if _COLOUR.fullmatch(name):
         red, green, blue = bytes.fromhex(name[1:])
         return red, green, blue
     if number == 0:

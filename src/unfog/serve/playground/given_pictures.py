@@ -54,9 +54,10 @@ def mask_file(numbers: Pixels, facts: ColumnFacts) -> bytes:
         )
     if facts.categories[0].startswith("#"):
         return encode_png(np.array(category_colours(facts.categories), np.uint8)[plane])
-    values = np.array([int(name) for name in facts.categories])[plane]
-    if values.min() < 0 or values.max() > np.iinfo(np.uint16).max:
+    most = np.iinfo(np.uint16).max
+    if not all(name.isdecimal() and int(name) <= most for name in facts.categories):
         raise RequestError(f"{facts.name} has values that a PNG cannot hold; give its mask with `unfog sample`")
+    values = np.array([int(name) for name in facts.categories])[plane]
     if values.max() < 256:
         return encode_png(values.astype(np.uint8))
     file = io.BytesIO()

@@ -38,6 +38,7 @@ _TILE = 128  # longest side of a kept step, in pixels
 _STEP_BYTES = 2**26  # of all kept steps of a job; beyond that, only every second or third step is kept
 _BATCH_PIXELS = 2**18  # of the images of a batch
 _LOADED = 2  # networks in memory: two checkpoints are compared
+_MOST_VALUES = 2**27  # bytes of samples in the units of the source; larger ones are for `unfog sample`
 _SHOWN = 3  # nearest training images of a picture
 
 
@@ -87,8 +88,10 @@ class Studio:
         pixels, more = np.ascontiguousarray(run.config.view(images) if not format.is_picture else images), b""
         if not format.is_picture and len(images):
             sheet, values = view_channels(run.config, images, ()), np.ascontiguousarray(images)
-            facts |= {"channel_bytes": len(sheet), "values": [str(values.dtype), *values.shape]}
-            more = sheet + values.tobytes()
+            facts |= {"channel_bytes": len(sheet)}
+            if values.nbytes <= _MOST_VALUES:
+                facts |= {"values": [str(values.dtype), *values.shape]}
+            more = sheet + (values.tobytes() if "values" in facts else b"")
         channel.send("done", job, pixels.tobytes() + more, images=pixels.shape, stopped=stopped, **facts)
 
     def _load(self, path: str, **weights: Any) -> Run:
