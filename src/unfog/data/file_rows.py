@@ -31,6 +31,15 @@ _SERVED = re.compile(
 _WHOLE = slice(None)
 _MOST_HEADER = 1000  # characters of a .npy header; parsing thousands of nested ones is a MemoryError
 
+# A part of an error of NumPy -> what is wrong with the file.
+_REASONS = {
+    "Object arrays": "Python objects, which are never unpickled: save an array of numbers",
+    "Python objects": "Python objects, which are never unpickled: save an array of numbers",
+    "pickled": "not a .npy file; pickles are never opened: save the array with numpy.save",
+    "mmap length": "truncated",
+    "No data left": "empty",
+}
+
 
 def is_local(path: Path) -> bool:
     """Return False if a file is on a network or FUSE file system; True also where that is unknown."""
@@ -51,7 +60,15 @@ def map_array(file: Path) -> Any:
     except (OSError, MemoryError):
         raise
     except Exception as error:  # NumPy parses headers as Python, which raises errors of many types
-        raise ValueError(str(error) or type(error).__name__) from error
+        raise ValueError(_reason(str(error)) or type(error).__name__) from error
+
+
+def _reason(said: str) -> str:
+    """Return what is wrong with a .npy file by an error of NumPy, without its advice to unpickle."""
+    for key, reason in _REASONS.items():
+        if key in said:
+            return reason
+    return said
 
 
 def load_rows(path: Path, root: Path, waits: Outage | None = None) -> NDArray[Any] | FileRows:

@@ -50,12 +50,13 @@ class ZarrSource(ContainerSource):
     @classmethod
     def open_array(cls, path: str, name: str) -> StoredArray:
         files = _files_of(path)
-        if not name and not _is_array(files):
-            name = choose(dict(_listed(files)), sanitize(path))
         if ".." in name.split("/"):
             raise RequestError(f"{sanitize(path)}:{sanitize(name)} leads out of the store; give the name of an array")
         place = sanitize(f"{path}:{name}" if name else path)
         try:
+            if not name and not _is_array(files):
+                name = choose(dict(_listed(files)), sanitize(path))
+                place = sanitize(f"{path}:{name}")
             described = _described(files, name)
             if described is None:
                 listed = ", ".join([one for one, _ in _listed(files)][:8])
@@ -168,11 +169,7 @@ def _described(files: StoreFiles, folder: str) -> tuple[int, dict[str, Any], dic
 
 
 def _is_array(files: StoreFiles) -> bool:
-    if files.has(".zarray"):
-        return True
-    with suppress(OSError, ValueError):
-        return _described(files, "") is not None
-    return False
+    return files.has(".zarray") or _described(files, "") is not None
 
 
 def _listed(files: StoreFiles) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
