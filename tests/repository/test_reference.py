@@ -63,13 +63,13 @@ def test_items_of_lists_keep_their_paragraphs_tables_and_code_on_the_site():
     builder = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(builder)
     text = (
-        "1. one\nwraps\n   wraps\n\n   | a |\n\n2. two:\n\n       code\n\n   - inner\n\n     more\n\n"
+        "1. one\nwraps\n   wraps\n\n   | a |\n\n2. two:\n\n       code\n\n   - inner\n\n     more\n3. three\n\n"
         "After.\n\n    code\n\n- x\n\n  ```\n  - a\n    b\n  ```\n"
     )
     # Python-Markdown: what belongs to an item is four columns further in, code eight.
     assert builder.indent_lists(text) == (
         "1. one\nwraps\n    wraps\n\n    | a |\n\n2. two:\n\n        code\n\n    - inner\n\n        more\n\n"
-        "After.\n\n    code\n\n- x\n\n    ```\n    - a\n      b\n    ```\n"
+        "3. three\n\nAfter.\n\n    code\n\n- x\n\n    ```\n    - a\n      b\n    ```\n"
     )
 
 
