@@ -43,7 +43,8 @@ def shoot_file(file: Path, picture: Path) -> None:
     with open_browser() as browser:
         page = WatchedPage(browser, viewport=DESKTOP, color_scheme="light").page
         page.goto(file.resolve().as_uri())
-        page.wait_for_load_state()
+        height = page.evaluate("document.body.getBoundingClientRect().height")
+        page.set_viewport_size({**DESKTOP, "height": min(DESKTOP["height"], round(height))})
         save(page, picture)
 
 
