@@ -13,7 +13,7 @@ from PIL import Image
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="installed without its repository")
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
-RECORDED = {"cifar10", "cluster", "drawings", "first-hour", "latents", "own-data", "own-network-and-loss"}
+RECORDED = {"cifar10", "cluster", "drawings", "first-hour", "own-data", "own-network-and-loss"}
 LARGEST = 300_000  # bytes of a picture; the moving one of the README may have a megabyte
 
 
@@ -84,7 +84,7 @@ def test_textures_have_no_seam_and_are_the_same_each_time(tutorial_images):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("page", ["drawings", "cifar10", "latents", "own-data", "own-network-and-loss"])
+@pytest.mark.parametrize("page", ["drawings", "cifar10", "own-data", "own-network-and-loss"])
 def test_the_commands_of_a_tutorial_run(page, tmp_path, tutorial_images):
     file = ROOT / f"docs/tutorials/{page}.md"
     (tmp_path / "drawings").mkdir()
