@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from unfog.checks.run.cost_checks import check_costs
 from unfog.checks.run.loss_checks import LossImages, check_ema, check_overfitting, loss_images, measure_losses
 from unfog.checks.run.run_record import RunRecord
-from unfog.checks.run.sample_checks import SampleRemedies, check_samples
+from unfog.checks.run.sample_checks import SampleRemedies, check_samples, check_values
 from unfog.checks.run.trend_checks import check_trends
-from unfog.checks.run.value_checks import check_values
 from unfog.config.schema import Config
 from unfog.config.toml import read_toml
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
