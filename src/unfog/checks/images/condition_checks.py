@@ -42,8 +42,8 @@ class Comparable(NamedTuple):
 
 
 def check_conditions(train: ImageSet, held_out: ImageSet) -> list[Finding]:
-    """Return the findings on the columns of the images; none without columns other than the class."""
-    # Captions have `caption_checks`, and what is made of the images is as they are.
+    """Return the findings on the columns of the images; [] without columns other than the class."""
+    # Captions have `caption_checks`, and columns that are made of the images follow from them.
     columns = {name: one for name, one in train.columns.items() if one.kind not in (TEXT, *MADE)}
     others = without_class(columns)
     if not others or not len(train):

@@ -71,7 +71,7 @@ class _Weights(NamedTuple):
 def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> list[Finding]:
     """Run all checks on a run folder without changing it; what cannot be checked is listed in run.skipped.
 
-    The run may still be training. So many images are generated, 0 for none, on auto, cpu, cuda, cuda:1 or mps.
+    The run may still be training. It generates `samples` images, which may be 0, on auto, cpu, cuda, cuda:1 or mps.
     RequestError if it is not a run, its settings are unreadable, or there is no such device.
     """
     config = folder.read_config()
@@ -104,7 +104,7 @@ def _newest_weights(
 ) -> tuple[_Weights | None, list[checkpoint.BrokenCheckpoint]]:
     """Load the newest intact weights, None before the first update; and list the broken checkpoints.
 
-    `autoencoder` is the folder that the run's autoencoder is in now, "" for none.
+    `autoencoder` is the folder that the run's autoencoder is in now, "" without one.
     """
     broken: list[checkpoint.BrokenCheckpoint] = []
     try:

@@ -319,7 +319,7 @@ def _comparison_figure(drawn: Pixels, data: Pixels) -> Figure:
     return Figure("Generated images and training images", picture)
 
 
-# Of the largest value that random halves of the real images have: what is surely more, and what is a defect.
+# Factors on the largest distance of random halves of the real images: surely more, and a defect.
 _MORE, _FAR = 1.25, 4.0
 _CHARTS = 4  # of the farthest channels
 _WHAT = {

@@ -57,7 +57,7 @@ class SecondSource:
     """"image" or "mask"."""
     source: Source
     partner: NDArray[np.int64]
-    """[N], index in `source` for each image; -1 for none."""
+    """[N], index in `source` for each image; -1 without one."""
 
 
 def pair_sources(source: Source, condition: str, warn: Callable[[str], None]) -> tuple[SecondSource, ...]:
@@ -97,7 +97,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _partners(names: Sequence[str], others: Sequence[str]) -> NDArray[np.int64]:
-    """Return for each name the index of the other of the same name without extension, [N]; -1 for none.
+    """Return for each name the index of the other of the same name without extension, [N]; -1 without one.
 
     Whole paths are compared, or paths below the folders that all share, or names without folders: whichever pairs the
     most. A name that two have is no one's.

@@ -135,7 +135,7 @@ def _step_by_step(h5py: Any, opened: Any, path: str, name: str) -> Any:
 
 
 def _link(group: Any, name: str) -> Any:
-    """Return the link of a name; None if there is none, or it is of a kind that a program has defined."""
+    """Return the link of a name; None if it is missing, or of a kind that a program has defined."""
     with suppress(TypeError):
         return group.get(name, getlink=True)
     return None

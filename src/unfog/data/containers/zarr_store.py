@@ -151,7 +151,7 @@ def _key(folder: str, name: str) -> str:
 
 
 def _read_json(files: StoreFiles, folder: str, name: str) -> dict[str, Any] | None:
-    """Return an object of JSON; None if the file is not there. OSError for a link, ValueError if it is none."""
+    """Return an object of JSON; None if the file is missing. OSError for a link, ValueError if it is not an object."""
     try:
         found = json.loads(files.read(_key(folder, name), _LARGEST_METADATA))
     except FileNotFoundError:

@@ -132,7 +132,7 @@ def _every(steps: int, count: int, run: Run) -> int:
 
 
 def _inputs(message: Message) -> tuple[Pixels | None, Pixels | None]:
-    """Return the image and the mask of an edit from PNGs that the server has encoded; None for none."""
+    """Return the image and the mask of an edit from PNGs that the server has encoded; None if it is not given."""
     first = message.head.get("image_bytes", 0)
     parts = (message.body[:first], message.body[first:])
     image, mask = (np.asarray(Image.open(io.BytesIO(part), formats=["PNG"])) if part else None for part in parts)
