@@ -1,4 +1,4 @@
-"""Bounds for Zarr chunks: each unpacks to at most the size that the shape of its array gives, whatever its bytes claim."""
+"""Bounds for Zarr chunks: each unpacks to at most the size of the shape of its array, whatever its bytes claim."""
 
 from __future__ import annotations
 
