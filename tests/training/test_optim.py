@@ -21,7 +21,7 @@ from unfog.models.settings import SIZES, DdpmPytorch, DiffusersDiT, Edm, Edm2
 from unfog.models.unet import UNetModel
 from unfog.planning.memory_estimate import MemoryEstimator, checkpoint_bytes, persistent_bytes
 from unfog.planning.microbatch import with_precision
-from unfog.training import optimizers as optim
+from unfog.training import optimizers as optim  # an update is computed by itself
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.load import load_checkpoint, roll_back
 from unfog.training.precision import Precision
