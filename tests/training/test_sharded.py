@@ -352,7 +352,7 @@ def test_processes_begin_when_all_are_there_however_long_that_takes(monkeypatch)
         threads[-1].start()
         time.sleep(0.3)
     for thread in threads:
-        thread.join(10)
+        thread.join(120)
     assert sorted(began) == [0, 1]
 
 
