@@ -86,7 +86,7 @@ def _pair(source: Source, name: str, text: str, kind: str, warn: Callable[[str],
     if missing := len(partner) - found:
         first = source.names[int(np.flatnonzero(partner < 0)[0])]
         warn(
-            f"{said} has none for {missing:,} of {len(partner):,} images, such as {sanitize(first)}: not known of them"
+            f"{said} has no image for {missing:,} of {len(partner):,} images, such as {sanitize(first)}: unknown for them"
         )
     _check_proportions(source, second, partner, said)
     return SecondSource(name, kind or _find_kind(second, partner), second, partner)
@@ -238,7 +238,7 @@ def _check_used(one: SecondSource, reasons: Counter[str], used: int, count: int,
         said = f"condition {one.name}: {count - used:,} of {count:,} images cannot be used: {told}"
         if not used:
             raise RequestError(f"{said}; replace them")
-        warn(f"{said}; not known of these")
+        warn(f"{said}; unknown for these")
 
 
 def _mask_column(one: SecondSource, size: Size, warn: Callable[[str], None], progress: Progress | None) -> Column:
