@@ -85,9 +85,7 @@ def _pair(source: Source, name: str, text: str, kind: str, warn: Callable[[str],
         warn(f"{said} has {unused:,} images without a partner, which are not used")
     if missing := len(partner) - found:
         first = source.names[int(np.flatnonzero(partner < 0)[0])]
-        warn(
-            f"{said} has no image for {missing:,} of {len(partner):,} images, such as {sanitize(first)}: unknown for them"
-        )
+        warn(f"{said} has no image for {missing:,} of {len(partner):,}, such as {sanitize(first)}: unknown for them")
     _check_proportions(source, second, partner, said)
     return SecondSource(name, kind or _find_kind(second, partner), second, partner)
 
