@@ -52,7 +52,7 @@ class _Encoder(NamedTuple):
 
 
 def describe_encoder(folder: str) -> PretrainedText:
-    """Return the facts on a folder of Hugging Face that a run keeps. RequestError if we read none there."""
+    """Return the facts on a folder of Hugging Face that a run keeps. RequestError without a known encoder."""
     if find_spec("transformers") is None:
         raise RequestError(_MISSING)
     path = Path(folder).expanduser().resolve()
