@@ -30,7 +30,9 @@ def save_image_text(folder, kind="clip"):
     vision = {**SIZES, "image_size": SIDE, "patch_size": 8}
     if kind == "clip":
         text |= {"eos_token_id": 5, "bos_token_id": 2}
-        model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=24))
+        model = transformers.CLIPModel(
+            transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)
+        )
     else:
         model = transformers.SiglipModel(transformers.SiglipConfig(text_config=text, vision_config=vision))
     with torch.no_grad():

@@ -74,6 +74,8 @@ class PretrainedFolder(NamedTuple):
         import transformers
 
         safely = {"local_files_only": True, "trust_remote_code": False}
+        bars = transformers.utils.logging.is_progress_bar_enabled()
+        transformers.utils.logging.disable_progress_bar()
         try:
             model, found = getattr(transformers, name).from_pretrained(
                 self.path, use_safetensors=True, output_loading_info=True, **safely
@@ -82,6 +84,9 @@ class PretrainedFolder(NamedTuple):
         except Exception as error:  # of a stranger's files; the library raises many kinds
             reason = " ".join(str(error).split())[:200]
             raise self.refused(f"transformers cannot load it ({type(error).__name__}: {reason})") from error
+        finally:
+            if bars:
+                transformers.utils.logging.enable_progress_bar()
         # transformers gives missing weights random values, with a warning alone.
         missing = sorted(key for key in found["missing_keys"] if not any(part in key for part in _SPARE))
         if missing:
