@@ -47,7 +47,7 @@ class ConditionScore:
     kind: str
     measure: str
     """Accuracy, error (root mean square, in the units of the source), R2, average precision, R@1, R@5; of masks pixel
-    accuracy and mean IoU."""
+    accuracy and mean IoU; of captions CLIP score."""
     value: float
     low: float
     high: float
@@ -353,11 +353,12 @@ def score_condition(
         shuffled = _shuffled(kind, measure, facts, output, target)
         drawn = facts.name, facts.kind, measure, value, low, high, len(target)
         one = ConditionScore(*drawn, real_value, real_low, real_high, len(real_target), shuffled)
-        found.append(replace(one, obeyed=_obeyed(one)))
+        found.append(replace(one, obeyed=verdict_of(one)))
     return found
 
 
-def _obeyed(one: ConditionScore) -> str:
+def verdict_of(one: ConditionScore) -> str:
+    """Return whether samples have what was asked, by how far the score is from shuffled to that of real images."""
     if one.real is None or one.real_low is None or one.real_high is None:
         return "too few real images"
     way = one.real - one.shuffled
