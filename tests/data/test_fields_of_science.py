@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import unfog
-from conftest import TRANSFORMER
+from conftest import QUIET, TRANSFORMER
 from unfog.cli.main import main
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.registry import open_source
@@ -24,7 +24,6 @@ fits = pytest.importorskip("astropy.io.fits")
 pytest.importorskip("pydicom")
 
 DOCS = Path(unfog.__file__).parents[2] / "docs"
-QUIET = ["--preview.every", "-1", "--evaluate.every", "-1"]
 TINY = ["--network", TRANSFORMER, "--size", "12", "--batch", "4", "--steps", "1", "--device", "cpu", *QUIET]
 RNG = np.random.default_rng(0)
 FIELDS = (RNG.gamma(2, 300, (20, 12, 16, 4)) + 1).astype(np.float32)
