@@ -144,6 +144,7 @@ def test_the_held_out_loss_is_in_the_chosen_error_and_that_of_the_noise_squared(
     assert (loss <= squared.sqrt() * 1.0001).all()
 
 
+@pytest.mark.slow
 def test_the_error_compiles_without_a_graph_break():
     compiled = partial(torch.compile, backend="aot_eager", fullgraph=True, dynamic=False)
     for loss in (PseudoHuber(0.1), AbsoluteError()):
