@@ -1,4 +1,4 @@
-"""Exports of runs whose conditions are images: loaded without Unfog, they give what the run gives for the same images."""
+"""Exports of runs whose conditions are images: loaded without Unfog, they give what the run gives for these images."""
 
 import json
 import re

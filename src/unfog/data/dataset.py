@@ -163,6 +163,12 @@ class ImageSet:
         """Bytes of the pixels, or latents, of one image."""
         return math.prod(self.pixels.shape[1:]) * getattr(self.pixels, "dtype", np.dtype(np.uint8)).itemsize
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of all pixels, or latents, and of the conditions that are images, as they are kept on a GPU."""
+        shapes = (column.values.shape for column in self.columns.values())
+        return self.nbytes + sum(4 * math.prod(shape) for shape in shapes if len(shape) == 4)
+
     @cached_property
     def fingerprint(self) -> str:
         """sha256 of pixels, columns and order, by which a resume knows that it sees the same images.

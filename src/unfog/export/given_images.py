@@ -1,9 +1,9 @@
 """Conditions that are images in an export: from arrays and pictures to the values that the network takes, in numpy.
 
-In a file with `given_values`, whose `read` it adds these kinds to, and with a `to_model` of value maps. A description of
-such a condition has in `statistics` its channels, height and width; behind them the factor of "degrade", and of "image"
-the least and the largest value of each channel. Of what is made of an image it has `values`, the map of its values, and
-`shares`, those of its channels in the brightness.
+In a file with `given_values`, whose `read` it adds these kinds to, and with a `to_model` of value maps. A description
+of such a condition has in `statistics` its channels, height and width; behind them the factor of "degrade", or the
+least and the largest value of each channel of "image". Of what is made of an image it has `values`, the map of its
+values, and `shares`, those of its channels in the brightness.
 """
 
 import numpy as np

@@ -43,7 +43,8 @@ class NamedInputs(nn.Module):
         if not self.kinds and self.known is None:
             y: Tensor = self.network(x, c_noise, label)
             return y
-        of: dict[str, list[Tensor]] = {kind: [] for kind in ("number", "category", "several", "vector", "text", "image")}
+        kinds = ("number", "category", "several", "vector", "text", "image")
+        of: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
         for kind, column in zip(self.kinds, columns):
             of["image" if kind in IMAGES else kind].append(column)
         told = Conditions(

@@ -72,7 +72,8 @@ def build(model):
     classes, mask = model["classes"], model["mask"]
     columns = [SimpleNamespace(**one) for one in model["conditions"]]{checked}
     conditions = SimpleNamespace(
-        classes=classes, augment_inputs=0, columns=columns, mask_channels=mask * model["input"][0]{text}
+        classes=classes, augment_inputs=0, columns=columns, mask_channels=mask * model["input"][0],
+        image_factor=model.get("image_factor", 1){text}
     )
     settings = SimpleNamespace(**model["network"]["settings"])
     network = {name}(settings, model["input"][0], conditions, model["out_channels"])
@@ -274,8 +275,8 @@ def usage(kind: str, name: str, model: Mapping[str, Any], custom: bool, format: 
     else:
         folder = f"folder = {place}"
     library, short = ("import numpy as np", "np") if kind == "onnx" else ("import torch", "torch")
-    imports = sorted({library, "from PIL import Image" if format.is_picture else "import numpy as np", *_imports_of(given)})
-    imports = [line for line in imports if line[0] == "i"] + [line for line in imports if line[0] == "f"]
+    writer = "from PIL import Image" if format.is_picture else "import numpy as np"
+    imports = sorted({library, writer, *_imports_of(given)}, key=lambda line: (line.startswith("f"), line))
     label = f", {short}.arange(4) % {classes}" if classes else ""
     told = f", given={given}" if kind == "denoiser" else ", columns=columns"
     shared = {"folder": folder, "imports": "\n".join(imports), "save": _save(kind, format)}

@@ -164,7 +164,7 @@ class ConditionalNetwork(nn.Module):
                 f"{images[0].name} is an image as a condition, which {type(self).__name__} has no input for; give "
                 "--network unet, mpunet, dit or a size of them, or leave it out"
             )
-        self.image_input = ImageInput(images) if images else None
+        self.image_input = ImageInput(images, conditions.image_factor) if images else None
         # Not by the property of `ConditionFormat`: exported code has the fields alone.
         text = next((one for one in conditions.columns if one.kind == "text"), None)
         if text is not None and not conditions.text_width:

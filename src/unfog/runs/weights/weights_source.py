@@ -154,11 +154,12 @@ class WeightsSource(NamedTuple):
         first = config.input_shape[0] * (1 + config.data.has_unknown)
         if before is None or shape is None or before.ndim != len(shape):
             raise self._misfit(layer)
+        unit, first = unit * config.conditions.image_factor**2, unit * first
         if before.shape[1] + unit * sum(one.inputs for one in new) != shape[1]:
             raise self._misfit(layer)
         wide = before.new_zeros(before.shape[0], shape[1], *before.shape[2:])
-        wide[:, : unit * first] = before[:, : unit * first]
-        old, places = unit * first, _image_inputs(ours, first, unit)
+        wide[:, :first] = before[:, :first]
+        old, places = first, _image_inputs(ours, first, unit)
         for one in theirs:
             size = unit * one.inputs
             wide[:, places[one.name]] = before[:, old : old + size]
@@ -266,8 +267,8 @@ def _data_of(channels: int, size: Size) -> Data:
 
 
 def _image_inputs(columns: Sequence[ColumnFacts], first: int, unit: int) -> dict[str, slice]:
-    """Return the inputs of the first layer by image: behind `first` channels, each with `unit` inputs."""
-    places, end = dict[str, slice](), unit * first
+    """Return the inputs of the first layer by image: behind the `first` ones, `unit` of them a channel."""
+    places, end = dict[str, slice](), first
     for one in columns:
         places[one.name] = slice(end, end + unit * one.inputs)
         end += unit * one.inputs
