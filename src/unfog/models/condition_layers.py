@@ -131,7 +131,7 @@ class ImageInput(nn.Module):
         if image.shape[2] != self._factor * x.shape[2] or image.shape[3] != self._factor * x.shape[3]:
             has, wanted = (f"{w}x{h}" for h, w in (image.shape[2:], [self._factor * side for side in x.shape[2:]]))
             raise RequestError(f"a condition has {has} pixels, and the network takes {wanted}")
-        parts = list[Tensor]()
+        parts: list[Tensor] = []
         for kind, span, name, categories in self._parts:
             values = image[:, span]
             known = values.isfinite().all(1, keepdim=True)
