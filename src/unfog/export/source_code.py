@@ -268,8 +268,8 @@ def usage(kind: str, name: str, model: Mapping[str, Any], custom: bool, format: 
         told = f", {given}" if given else ""
         arguments = f"batch_size=4{labels}{told}, num_inference_steps={len(model['levels']) - 1}"
         note = "\nThe code that is not part of diffusers is in the files `*.py` here, in plain torch." if custom else ""
-        imports = "".join(f"{line}\n" for line in _imports_of(given))
-        return _block(_DIFFUSERS.format(imports=imports, place=place, trust=trust, arguments=arguments)) + note
+        first = "".join(f"{line}\n" for line in _imports_of(given))
+        return _block(_DIFFUSERS.format(imports=first, place=place, trust=trust, arguments=arguments)) + note
     if name:
         folder = f"from huggingface_hub import snapshot_download\n\nfolder = snapshot_download({place})"
     else:

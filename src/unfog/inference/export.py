@@ -134,8 +134,8 @@ def export(run: LoadedRun, out: Path, settings: ExportSettings) -> float:
 
 def _write_code(job: _Export, kind: str) -> None:
     """Write the code that loads an export and maps its values. RunError if its map is not that of the run."""
-    given = reading_modules(job.run.config) if job.run.config.columns else ()
-    for name, content in code_files(kind, given).items():
+    modules = reading_modules(job.run.config) if job.run.config.columns else ()
+    for name, content in code_files(kind, modules).items():
         write_atomic(job.folder / name, content, job.folder)
     if kind == "diffusers":
         return

@@ -92,8 +92,11 @@ def add_made(dataset: Dataset) -> Dataset:
 def columns_at(images: ImageSet, rows: NDArray[np.int64]) -> dict[str, Column]:
     """Return the columns at these rows as `ImageSet.columns_of`, but what is made of images stays to be computed."""
     taken = without_made(images).columns_of(rows)
-    made = {name: column for name, column in images.columns.items() if isinstance(column.values, MadeValues)}
-    lazy = {name: replace(column, values=column.values.at(rows)) for name, column in made.items()}  # type: ignore[attr-defined]
+    lazy = dict[str, Column]()
+    for name, column in images.columns.items():
+        values: Any = column.values
+        if isinstance(values, MadeValues):
+            lazy[name] = replace(column, values=values.at(rows))
     return in_order({**taken, **lazy})
 
 

@@ -129,10 +129,10 @@ def example_values(column: dict[str, Any], count: int) -> Any:
     names, numbers = column["categories"], column["statistics"]
     if column["kind"] in IMAGE_KINDS:
         shape = (count, *map(int, numbers[:3]))
-        values = np.random.default_rng(1).random(shape, np.float32)
-        values = np.floor(values * len(names)) if names else 2 * values - 1
-        values[1:2] = np.nan
-        return values
+        drawn = np.random.default_rng(1).random(shape, np.float32)
+        drawn = np.floor(drawn * len(names)) if names else 2 * drawn - 1
+        drawn[1:2] = np.nan
+        return drawn
     if column["kind"] == TEXT:
         vocabulary, length = map(int, numbers)
         return [[vocabulary - 1, *[-1] * (length - 1)], [-1] * length, [*range(97, 97 + length)]][:count]

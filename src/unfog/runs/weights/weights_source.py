@@ -113,7 +113,9 @@ class WeightsSource(NamedTuple):
         with torch.device("meta"), limited_parameters(len(state) + _ADDED, self._misfit):
             network = build_network(config)
         shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
-        images = self._fit_images(state, shapes, f"{network.ends[0]}.weight", config)
+        images = []
+        if isinstance(network, ConditionalNetwork):
+            images = self._fit_images(state, shapes, f"{network.ends[0]}.weight", config)
         for name, shape in shapes.items():
             added = name == _CLASSES or (_is_optional(name) and name not in state)
             if not added and (name not in state or state[name].shape != shape):
