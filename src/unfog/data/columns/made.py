@@ -95,7 +95,7 @@ def columns_at(images: ImageSet, rows: NDArray[np.int64]) -> dict[str, Column]:
     lazy = dict[str, Column]()
     for name, column in images.columns.items():
         values: Any = column.values
-        if isinstance(values, MadeValues):
+        if getattr(values, "is_made", False):
             lazy[name] = replace(column, values=values.at(rows))
     return in_order({**taken, **lazy})
 
