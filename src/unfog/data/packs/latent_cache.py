@@ -285,7 +285,7 @@ class Normalise:
             mirrored = draw_rows(len(stored), lambda n: torch.rand(n, device=stored.device)) < 0.5
             places = mirrored.view(-1, 1, 1, 1)
             latents = torch.where(places, stored[:, 1], latents)
-            moves.append(lambda x, smooth: torch.where(places, x.flip(-1), x))
+            moves.append(lambda x, smooth: torch.where(places, x.flip(3), x))
         return self.forward(latents), None, moves
 
     def forward(self, latents: Tensor) -> Tensor:
