@@ -210,8 +210,8 @@ def test_images_are_read_as_by_unfog():
 
 
 NONSENSE = {
-    "text": ({"grey": "a.png"}, "grey = 'a.png' is no image"),
-    "number": ({"grey": 3}, "grey = '3' is no image"),
+    "text": ({"grey": "a.png"}, "grey = 'a.png' is not an image"),
+    "number": ({"grey": 3}, "grey = '3' is not an image"),
     "size": ({"grey": np.zeros((16, 8))}, "grey is 8x16 pixels, and this model takes 16x8"),
     "small": ({"degrade": np.zeros((2, 4))}, "takes 8x4 or 16x8"),
     "channels": ({"hole": np.zeros((H, W, 2))}, "hole"),

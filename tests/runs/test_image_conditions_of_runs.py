@@ -14,6 +14,7 @@ from unfog.models.settings import SIZES, DiT, MPUNet
 from unfog.pipeline.load_data import check_image_conditions
 from unfog.values.columns import Column
 from unfog.values.condition_format import ConditionFormat, conditions_of, facts_of
+from unfog.values.condition_kinds import kind_of
 from unfog.values.conditions import Conditions
 
 NEVER = {"every": -1}
@@ -218,6 +219,14 @@ def test_other_sizes_are_refused():
     facts = facts_of([Column("grey", "grey", grey_values((2, 1, 8, 16)))])
     with pytest.raises(RequestError, match="16x8, and the images are 8x8"):
         check_image_conditions(Data(size=8), facts)
+
+
+def test_which_images_are_known_of_none_and_of_some():
+    masks = np.array([[[[-1, 0]]], [[[-1, -1]]]], np.int8)
+    depth = np.array([[[[np.nan, 0.5]]], [[[np.nan, np.nan]]]], np.float32)
+    for kind, values in (("mask", masks), ("image", depth)):
+        assert kind_of(kind).known(values).tolist() == [True, False]
+        assert kind_of(kind).known(values[:0]).tolist() == []
 
 
 def test_blank_conditions_have_the_shape_of_those_of_images():

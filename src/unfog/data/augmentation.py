@@ -125,7 +125,7 @@ class Augment:
 
 
 class Moving(Protocol):
-    """An augmentation that tells its moves, such as `Augment`."""
+    """An augmentation that returns its moves, such as `Augment`."""
 
     def __call__(self, stored: Tensor, /) -> tuple[Tensor, Tensor | None]: ...
 

@@ -27,7 +27,7 @@ def _images(one, value):
     array = array.astype(np.uint8) * 255 if array.dtype == bool else array
     if array.dtype.kind not in "uif" or array.ndim not in (2, 3, 4) or not array.size:
         shown = f"{str(value)[:60]!r}" if array.ndim == 0 else f"{array.dtype} {list(array.shape)}"
-        raise ValueError(f"{one['name']} = {shown} is no image; give a PIL image, or an array [H, W] or [H, W, C]")
+        raise ValueError(f"{one['name']} = {shown} is not an image; give a PIL image, or an array [H, W] or [H, W, C]")
     several = array.ndim == 4 or (array.ndim == 3 and array.shape[2] > max(4, int(one["statistics"][0]) + 1))
     return list(array) if several else [array]
 

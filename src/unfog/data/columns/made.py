@@ -89,17 +89,6 @@ def add_made(dataset: Dataset) -> Dataset:
     return replace(dataset, train=added(dataset.train), held_out=added(dataset.held_out))
 
 
-def columns_at(images: ImageSet, rows: NDArray[np.int64]) -> dict[str, Column]:
-    """Return the columns at these rows as `ImageSet.columns_of`, but what is made of images stays to be computed."""
-    taken = without_made(images).columns_of(rows)
-    lazy = dict[str, Column]()
-    for name, column in images.columns.items():
-        values: Any = column.values
-        if getattr(values, "is_made", False):
-            lazy[name] = replace(column, values=values.at(rows))
-    return in_order({**taken, **lazy})
-
-
 def without_made(images: ImageSet) -> ImageSet:
     """Return the set without the columns that are made of its images."""
     kept = {name: column for name, column in images.columns.items() if not getattr(column.values, "is_made", False)}

@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unfog.data.cache import free_bytes, over_limit, remove_stale_entries
-from unfog.data.columns.made import columns_at
 from unfog.data.dataset import ImageSet, PixelArray
 from unfog.data.decode_pool import Progress
 from unfog.data.file_rows import FileRows, is_local
@@ -76,7 +75,7 @@ class LatentArrays(NamedTuple):
             part = slice(begin, begin + len(images))
             # An ImageSet says uint8 of its pixels, but neither it nor the stream looks at them.
             some = self.latents.rows(part) if isinstance(self.latents, FileRows) else self.latents[part]
-            latents, columns = cast(PixelArray, some), columns_at(images, self.rows[part])
+            latents, columns = cast(PixelArray, some), images.columns_at(self.rows[part])
             fingerprint = f"latents:{key}:{begin}"
             latent_sets.append(replace(images, pixels=latents, columns=columns, known_fingerprint=fingerprint))
             begin += len(images)
