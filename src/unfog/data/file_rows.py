@@ -54,7 +54,7 @@ def is_local(path: Path) -> bool:
 
 
 def map_array(file: Path) -> Any:
-    """Map the array in a .npy file, of which the header alone is read. ValueError or OSError if there is none."""
+    """Map the array in a .npy file, of which the header alone is read. ValueError or OSError if it is not one."""
     try:
         return np.load(file, mmap_mode="r", allow_pickle=False, max_header_size=_MOST_HEADER)
     except (OSError, MemoryError):
@@ -75,7 +75,7 @@ def load_rows(path: Path, root: Path, waits: Outage | None = None) -> NDArray[An
     """Return the array in a .npy file as `FileRows`.
 
     In column-major order, in which a row is not contiguous, it is mapped instead, or read as a whole if its file
-    system is not local. ValueError or OSError if there is none. `waits` as in `FileRows`.
+    system is not local. ValueError or OSError if it is not one. `waits` as in `FileRows`.
     """
     array = map_array(regular_file(path, root, follow=True))
     if not isinstance(array, np.memmap):

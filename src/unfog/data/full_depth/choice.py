@@ -1,4 +1,4 @@
-"""Choose the stored type and the channels of a source: 8 bits for pictures, and float32 for arrays that are none."""
+"""Choose the stored type and the channels of a source: 8 bits for pictures, and float32 for other arrays."""
 
 from __future__ import annotations
 

@@ -379,7 +379,7 @@ def _without_objects(labels: NDArray[Any]) -> NDArray[Any]:
 
 
 def _whole_labels(labels: NDArray[Any], said: str) -> NDArray[np.int64]:
-    """Return labels of floating point as whole numbers. RequestError if they are none."""
+    """Return labels of floating point as whole numbers. RequestError if they are not whole."""
     if not np.isfinite(labels).all():
         raise RequestError(f"{said} hold NaN or infinity; give a label for each image, or leave those images out")
     if (labels != labels.round()).any() or np.abs(labels).max(initial=0) >= 2**53:

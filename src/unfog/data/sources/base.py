@@ -143,7 +143,7 @@ class LabelTable:
 
     @classmethod
     def inside(cls, folder: Path, name: str) -> LabelTable | None:
-        """Return the table of that file name in a folder, None if there is none."""
+        """Return the table of that file name in a folder, None without one."""
         path = folder / name
         return cls.from_path(path) if path.is_file() else None
 
@@ -362,7 +362,7 @@ class Source(ABC):
         return {}
 
     def table(self, name: str) -> LabelTable | None:
-        """Return the label table of that file name beside or among the images, None if there is none."""
+        """Return the label table of that file name beside or among the images, None without one."""
         return None
 
     def decoded_dataset(self, settings: Data) -> Dataset | None:

@@ -78,7 +78,7 @@ class ImageItems:
 
         `wanted` names values beside the images, which become conditions: columns of a table or dataset, or keys of
         items that are dictionaries. Labels that are a condition are left out of the classes. Raises RequestError if the
-        object is none of these.
+        object is of another kind.
         """
         kind = type(source).__name__
         if isinstance(source, Image.Image):
@@ -158,7 +158,7 @@ def _named_items(items: Iterator[Any], kind: str) -> Iterator[Any]:
 
 
 def _rows(columns: Sequence[Iterable[Any]]) -> Iterator[tuple[Any, ...]]:
-    """Return the values of each item; those of no column for ever."""
+    """Return the values of each item; without columns, an endless series of ()."""
     return zip(*columns) if columns else repeat(())
 
 

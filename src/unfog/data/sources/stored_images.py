@@ -103,7 +103,8 @@ class StoredImages(ZipSource):
             wanted: names of such values that the images may come with, such as columns of a dataset.
 
         Raises:
-            RequestError: there are no images, one is none, the labels do not fit, or the cache cannot be written.
+            RequestError: an item is not an image, or there are no items; the labels do not fit; the cache cannot be
+                written.
         """
         report = report or Report()
         source = _plain_source(source)
@@ -355,7 +356,7 @@ def _chosen(found: list[int | str | None], given: list[int | str | None] | None)
 
 
 def plain_values(values: Any, name: str) -> list[Any]:
-    """Return a condition as a list of a value for each image, as JSON has them. RequestError if it is none."""
+    """Return a condition as a list of values of JSON, one for each image. RequestError if it cannot be one."""
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
         raise RequestError(
             f"the condition {name} is of type {type(values).__name__}; give a list or array with a value for each image"
