@@ -26,7 +26,7 @@ from served import make_run
 from unfog.cli.read_request import read_request as from_words
 from unfog.errors import RequestError, RunError
 from unfog.files.cache_folder import CacheEntry
-from unfog.serve.playground import blind_comparison
+from unfog.serve.playground import blind_comparison  # its interval has published values
 from unfog.serve.playground.channel import ProtocolError, Worker, read_message, write_message
 from unfog.serve.playground.drawing import (
     History,

@@ -119,7 +119,7 @@ def _column_captions(captions: Sequence[str], cell: int, width: int, gap: int = 
 def captioned_grid(images: Pixels, across: Sequence[str], down: Sequence[str] = ()) -> Pixels:
     """Return images uint8 [N, H, W, C], row by row, as one picture with a caption above each column and left of a row.
 
-    As many columns as `across` has captions; `down` is a caption for each row, or () for none.
+    As many columns as `across` has captions; `down` is a caption for each row, or () without rows of captions.
     """
     body = grid(images, len(across))
     cell = (body.shape[1] + GAP) // len(across) - GAP

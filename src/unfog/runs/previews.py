@@ -175,7 +175,7 @@ class Previews:
         return strip.image()
 
     def held_out_loss(self) -> dict[str, Any]:
-        """Return the metrics of the held-out images; empty if there are none."""
+        """Return the metrics of the held-out images; empty without such images."""
         held_out = self.held_out
         if held_out is None:
             return {}

@@ -179,7 +179,7 @@ def _folder_word(path: str | Path) -> str:
 
 
 def remedy_settings(remedy: str) -> dict[str, str] | None:
-    """Return the settings of the `unfog resume` in a remedy of the doctor; None if there is none.
+    """Return the settings of the `unfog resume` in a remedy of the doctor; None without one.
 
     The file of findings may be a stranger's: only flags that the page may give are taken, and not the run it names.
     """

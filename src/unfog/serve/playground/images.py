@@ -148,7 +148,7 @@ class Uploads:
 
 
 def _read_settings(data: bytes) -> dict[str, Any] | None:
-    """Return the settings that were written into a PNG by the playground; None if there are none."""
+    """Return the settings that were written into a PNG by the playground; None without any."""
     with suppress(Exception):  # a stranger's file; `decode_picture` says what is wrong with it
         image = open_bytes(data, "the upload")
         text = image.text.get("Unfog", "") if isinstance(image, PngImagePlugin.PngImageFile) else ""

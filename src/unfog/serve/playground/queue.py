@@ -72,7 +72,7 @@ class DrawingQueue:
             return self._known
 
     def __getitem__(self, number: int) -> Drawing:
-        """Return a job by its number. KeyError if there is none, or not any more."""
+        """Return a job by its number. KeyError if it is unknown, or was removed."""
         return self._jobs[number]
 
     def list(self) -> list[Drawing]:

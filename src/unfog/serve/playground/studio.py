@@ -150,7 +150,7 @@ def _every(steps: int, count: int, run: Run) -> int:
 
 
 def _pixels(data: bytes) -> Pixels | None:
-    """Return the pixels of a PNG that the server has encoded; None for none."""
+    """Return the pixels of a PNG that the server has encoded; None without data."""
     return np.asarray(Image.open(io.BytesIO(data), formats=["PNG"])) if data else None
 
 
