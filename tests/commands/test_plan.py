@@ -24,7 +24,7 @@ from unfog.errors import RequestError
 from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel
 from unfog.pipeline.build import build_network
-from unfog.planning import auto_settings, disk, timing
+from unfog.planning import auto_settings, disk, timing  # the timer is given a clock
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import GB, Device, NetworkCost, TimeRange
 from unfog.planning.memory_estimate import MemoryEstimator

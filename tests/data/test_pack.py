@@ -446,7 +446,7 @@ def test_such_labels_are_refused_at_another_size_too(made: Path, tmp_path: Path,
     labels = np.load(forged / "labels.npy")
     labels[3] = label
     np.save(forged / "labels.npy", labels)
-    with pytest.raises(RequestError, match="a label that is none of its 2 classes"):
+    with pytest.raises(RequestError, match="a label that is not one of its 2 classes"):
         prepare(PackSource(forged, "forged"), Data(size=8, cache=cache))
 
 

@@ -23,6 +23,7 @@ from unfog.cli.main import main
 from unfog.data.columns.conditions import with_conditions
 from unfog.data.packs.pack import Pack
 from unfog.data.prepare import prepare
+from unfog.data.scans.write import sample_format
 from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, Source
 from unfog.data.sources.registry import locate, open_source
@@ -218,6 +219,17 @@ def test_cuts_that_are_none_are_refused(tmp_path: Path) -> None:
         assert prepare(open_source(pack, slices=slices), Data(slices=slices)).settings.slices == "coronal+1"
     with pytest.raises(RequestError, match="pack the originals again"):
         prepare(open_source(pack, slices="sagittal"), Data(slices="sagittal"))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("kind", ["tiff", "fits", "nifti"])
+def test_a_sample_is_read_back_as_it_was(kind: str, channels: int, tmp_path: Path) -> None:
+    sample = RNG.normal(0, 100, (10, 14, channels)).astype(np.float32)
+    suffix, encode = sample_format(f"{kind}:{tmp_path}")
+    (tmp_path / f"a{suffix}").write_bytes(encode(sample))
+    axes = {"fits": "NCHW", "nifti": "NHWC"}.get(kind, "auto")
+    source = open_source(f"{kind}:{tmp_path}", axes=axes)
+    assert np.array_equal(images(source), sample[None])
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 import unfog
 from test_text_encoder import LEVEL, NETWORKS, X
 from unfog.errors import RequestError
-from unfog.models import pretrained_text
+from unfog.models import pretrained_text  # counts its calls
 from unfog.models.network_settings import build_model
 from unfog.models.pretrained_text import KnownTexts, describe_encoder, known_texts
 from unfog.values.condition_format import ConditionFormat

@@ -80,7 +80,7 @@ def test_the_site_is_built_and_served_without_another_machine():
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         try:
             address = server.stdout.readline().strip()
-            with urllib.request.urlopen(address, timeout=20) as answer:
+            with urllib.request.urlopen(address, timeout=120) as answer:
                 page = answer.read().decode()
         finally:
             server.terminate()

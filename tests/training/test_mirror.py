@@ -222,18 +222,18 @@ def test_one_pass_runs_at_a_time_and_requests_are_joined(tmp_path, monkeypatch):
     def slow(*args: Any) -> Copied:
         passes.append(threading.active_count())
         begun.set()
-        assert go.wait(10)
+        assert go.wait(120)
         return Copied(1, 0, 0.0)
 
     monkeypatch.setattr("unfog.training.checkpoints.mirror.copy_run", slow)
     mirror = Mirror(tmp_path, tmp_path / "mirror")
     mirror.request()
-    assert begun.wait(10)
+    assert begun.wait(120)
     for _ in range(5):
         mirror.request()
     assert not mirror.wait(0.01)
     go.set()
-    assert mirror.wait(10)
+    assert mirror.wait(120)
     assert len(passes) == len(mirror.news()) == 2
     assert os.listdir(tmp_path) == []
 
