@@ -67,18 +67,18 @@ def prometheus_text(runs: Sequence[RunStatus]) -> str:
     lines = []
     for key, name, text in _GAUGES:
         lines += [f"# HELP {name} {text}.", f"# TYPE {name} gauge"]
-        for row, labels in rows:
+        for row, named in rows:
             if row[key] is not None:
                 more = f',metric="{_escaped(row["metric"])}"' if key == "best" else ""
-                lines.append(f"{name}{{{labels}{more}}} {row[key]}")
+                lines.append(f"{name}{{{named}{more}}} {row[key]}")
     lines += ["# HELP unfog_run_state 1 for the state of the run, else 0.", "# TYPE unfog_run_state gauge"]
-    for row, labels in rows:
-        lines += [f'unfog_run_state{{{labels},state="{state}"}} {int(row["state"] == state)}' for state in _STATES]
+    for row, named in rows:
+        lines += [f'unfog_run_state{{{named},state="{state}"}} {int(row["state"] == state)}' for state in _STATES]
     return "\n".join(lines)
 
 
 def _escaped(text: str) -> str:
-    """Return a text as the value of a label: one line, with the three characters escaped that end it."""
+    """Return a text as it stands between quotes there: one line, with the three characters escaped that end it."""
     return text.encode("utf-8", "replace").decode().replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
