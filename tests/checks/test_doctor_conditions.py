@@ -118,3 +118,18 @@ def test_images_as_conditions_are_checked_by_their_labels_and_those_made_of_the_
         )
         == []
     )
+
+
+def test_images_that_held_out_images_share_with_training_images_are_said():
+    rng = np.random.default_rng(1)
+    masks = rng.integers(0, 2, (N + HELD, 1, 4, 8), np.int8)
+    own = findings(Column("mask", "mask", masks, ("a", "b")))
+    assert own["images"].severity == "fine"
+    assert own["images"].facts["shared"] < 5
+    frames = masks[np.arange(N + HELD) % 10]  # ten masks for all
+    frames[-1] = -1  # not known
+    found = findings(Column("mask", "mask", frames, ("a", "b")))["images"]
+    assert found.severity == "hint"
+    assert "99 of 99 (100%) held-out images have the mask of a training image" in found.evidence
+    assert found.facts["different"] == 10
+    assert "images" not in findings(number("age", AGE))

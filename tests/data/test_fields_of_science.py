@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import unfog
-from conftest import TRANSFORMER
+from conftest import QUIET, TRANSFORMER
 from scientific_files import WRITERS, fits, h5py, nibabel, tifffile, xarray
 from unfog.cli.main import main
 from unfog.data.sources.base import ImageError
@@ -17,7 +17,6 @@ from unfog.data.sources.registry import open_source
 from unfog.errors import RunError
 
 DOCS = Path(unfog.__file__).parents[2] / "docs"
-QUIET = ["--preview.every", "-1", "--evaluate.every", "-1"]
 TINY = ["--network", TRANSFORMER, "--size", "12", "--batch", "4", "--steps", "1", "--device", "cpu", *QUIET]
 RNG = np.random.default_rng(0)
 FIELDS = (RNG.gamma(2, 300, (20, 12, 16, 4)) + 1).astype(np.float32)

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 import unfog
-from conftest import TRANSFORMER
+from conftest import QUIET, TRANSFORMER
 from test_docs import commands
 from unfog.cli.main import main
 from unfog.data.columns.conditions import with_conditions
@@ -108,7 +108,7 @@ def test_a_folder_of_stacks_is_a_source_of_its_images(kind: str, tmp_path: Path)
 @pytest.mark.parametrize("kind", ["tiff", "nifti", "dicom", "fits"])
 def test_samples_have_the_format_of_the_source_and_runs_resume(kind: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    short = ["--steps", "2", "--batch", "4", "--device", "cpu", "--preview.every", "-1", "--evaluate.every", "-1"]
+    short = ["--steps", "2", "--batch", "4", "--device", "cpu", *QUIET]
     place = make(kind, tmp_path / "scans")
     command("train", place, "--out", run, "--network", TRANSFORMER, "--size", 12, *short)
     assert f'source = "{kind}:{place}"' in (run / "config.toml").read_text()
@@ -235,7 +235,7 @@ def test_a_sample_is_read_back_as_it_was(kind: str, channels: int, tmp_path: Pat
 @pytest.mark.slow
 def test_samples_of_other_cuts_lie_in_their_plane(tmp_path: Path) -> None:
     run, place = tmp_path / "run", make("nifti", tmp_path / "scans")
-    short = ["--steps", "2", "--batch", "4", "--device", "cpu", "--preview.every", "-1", "--evaluate.every", "-1"]
+    short = ["--steps", "2", "--batch", "4", "--device", "cpu", *QUIET]
     slices = ["--data.slices", "coronal+1"]
     command("train", place, "--out", run, "--network", TRANSFORMER, "--size", "16x4", *slices, *short)
     command("resume", run, "--steps", 3)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import unfog
+from conftest import FEW_PICTURES
 from random_weights import randomized
 from unfog.checks.run.loss_checks import _overfitting_remedy  # else a run has to overfit first
 from unfog.checks.run.run_record import RunRecord
@@ -269,7 +270,7 @@ def test_checks_recommend_no_augmentation_that_is_refused():
 def test_a_run_its_resume_and_what_starts_from_it_are_seamless(tmp_path):
     images = (numbered(12, 8, 8).repeat(1, 3, 1, 1).permute(0, 2, 3, 1) * 3).numpy()
     settings = {"network": UNet(channels=(8, 16), attention=(False, True), norm_groups=4, head_channels=8), "batch": 4}
-    settings |= {"device": "cpu", "preview": {"every": -1}, "evaluate": {"every": -1}}
+    settings |= {"device": "cpu", "evaluate": {"every": -1}} | FEW_PICTURES
     run = unfog.train(images, out=tmp_path / "run", steps=1, wrap="x", **settings)
     run = unfog.resume(tmp_path / "run", steps=2)
     assert run.config.data.wrap == "x"

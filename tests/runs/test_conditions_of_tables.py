@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 import unfog
+from conftest import FEW_PICTURES, NETWORK
 from launches import ended, launched, output, workers  # noqa: F401  a fixture
 from unfog.cli.main import main
 from unfog.errors import RequestError
@@ -23,7 +24,7 @@ from unfog.values.conditions import Conditions
 
 NAN = float("nan")
 NEVER = {"every": -1}
-TINY = {"size": 16, "network": "tiny", "batch": 4, "device": "cpu", "preview": NEVER, "evaluate": NEVER}
+TINY = {"size": 16, "network": NETWORK, "batch": 4, "device": "cpu", "evaluate": NEVER, **FEW_PICTURES}
 COLUMNS = [
     Column("age", "number", np.array([20.0, 60.0, NAN])),
     Column("mass", "number", np.array([1.0, 2.0, 3.0])),

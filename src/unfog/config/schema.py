@@ -254,7 +254,8 @@ class Config:
         """Format of the conditions that the network receives with an image."""
         mask = self.data.channels if self.data.has_unknown else 0
         augment, text = AUGMENT_INPUTS if self.data.augment else 0, self.text_encoder
-        return ConditionFormat(self.classes, augment, self.columns, mask, text.layers, text.width, text.model)
+        factor = self.representation.factor or 1  # that of an autoencoder is 0 until it is read
+        return ConditionFormat(self.classes, augment, self.columns, mask, text.layers, text.width, text.model, factor)
 
     @property
     def usual_guidance(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from itertools import combinations
@@ -54,7 +55,7 @@ def check_conditions(train: ImageSet, held_out: ImageSet) -> list[Finding]:
     found = [_check_coverage(others), _check_pairs(comparable)]
     if CLASS in comparable:
         found.append(_check_classes(comparable))
-    return found + _check_groups(others, held_out.columns)
+    return [*found, *_check_groups(others, held_out.columns), *_check_images(others, held_out.columns)]
 
 
 def _comparable(column: Column) -> Comparable | None:
@@ -189,6 +190,29 @@ def _check_groups(train: Mapping[str, Column], held_out: Mapping[str, Column]) -
             )
             found.append(Finding("data.condition_groups", "hint", evidence, remedy, facts))
     return found
+
+
+def _check_images(train: Mapping[str, Column], held_out: Mapping[str, Column]) -> list[Finding]:
+    """Check whether the images that are conditions of held-out images are also those of training images."""
+    found = []
+    for name, column in train.items():
+        theirs = held_out.get(name)
+        if column.kind not in IMAGE_KINDS or theirs is None or not (wanted := _digests(theirs)):
+            continue
+        ours = {*_digests(column)}
+        shared = sum(each in ours for each in wanted)
+        facts = {"column": name, "shared": shared, "held_out": len(wanted), "different": len(ours)}
+        said = f"{format_share(shared, len(wanted))} held-out images have the {sanitize(name)} of a training image"
+        remedy = "the held-out loss, and whether samples obey it, are then not of new ones: give each image its own"
+        is_shared = shared >= _SHARED * len(wanted)
+        found.append(Finding.graded("data.condition_images", said, (is_shared, "hint", "", remedy), facts=facts))
+    return found
+
+
+def _digests(column: Column) -> list[bytes]:
+    """Return a digest of each image of a column that is known."""
+    known = np.flatnonzero(kind_of(column.kind).known(column.values))
+    return [hashlib.sha256(np.ascontiguousarray(column.values[i]).data).digest() for i in known.tolist()]
 
 
 def _names_of_groups(column: Column | None) -> NDArray[np.float64]:
