@@ -131,11 +131,11 @@ def test_a_cell_starts_a_run_and_continues_it_from_its_mirror(tmp_path, monkeypa
     notebook = nbformat.read(EXAMPLES / "train_on_a_rented_machine.ipynb", as_version=4)
     cell = next(cell.source for cell in notebook.cells if cell.cell_type == "code")
     assert cell in (EXAMPLES.parent / "docs" / "mirror.md").read_text(encoding="utf-8")
-    small = 'steps=2, size=16, network="tiny", batch=4, device="cpu", evaluate={"every": -1}'
-    code = cell.replace("images=200_000", small).replace("/content/drive/MyDrive/run", str(tmp_path / "drive" / "run"))
-    exec(code, {})
+    small = 'network="tiny", size=16, batch=4, device="cpu", evaluate={"every": -1}'
+    code = cell.replace('network="tiny"', small).replace("/content/drive/MyDrive/run", str(tmp_path / "drive" / "run"))
+    exec(code.replace("IMAGES = 6_400 ", "IMAGES = 8 "), {})
     shutil.rmtree("run")
     variables: dict[str, Any] = {}
-    exec(code, variables)
+    exec(code.replace("IMAGES = 6_400 ", "IMAGES = 12 "), variables)
     assert variables["run"].path.name == "run"
-    assert (tmp_path / "run" / "checkpoints" / "00000002").is_dir()
+    assert (tmp_path / "run" / "checkpoints" / "00000003").is_dir()
