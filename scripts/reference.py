@@ -161,7 +161,7 @@ def findings_page() -> str:
                 found[code] = found.get(code) or text
                 remedies.setdefault(code, {}).update(dict.fromkeys(_remedies(call, function, functions)))
     for section, codes in _grouped(found, lambda code: code.partition(".")[0]):
-        rows = [(f"`{code}`", found[code], "<br>".join(remedies[code])) for code in codes]
+        rows = [(f"`{code}`", found[code], _several(remedies[code])) for code in codes]
         lines += [f"## {section}", "", *_table(("code", "check", "remedies"), rows)]
     return _page(lines)
 
@@ -180,6 +180,12 @@ def _functions(module: Path) -> dict[str, ast.FunctionDef]:
     """Return the functions and methods of a module by name."""
     tree = ast.parse(module.read_text(encoding="utf-8"))
     return {each.name: each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)}
+
+
+def _several(texts: Iterable[str]) -> str:
+    """Return the cell of a table with a text, or with several below each other."""
+    first, *rest = [*texts] or [""]
+    return "<br>".join(f"• {text}" for text in (first, *rest)) if rest else first
 
 
 def _findings(function: ast.FunctionDef) -> Iterator[tuple[str, ast.Call]]:
