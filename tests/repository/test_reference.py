@@ -37,7 +37,7 @@ def test_remedies_are_found_where_a_check_makes_them(monkeypatch, tmp_path):
         "    finding = partial(Finding, 'a.partial')\n"
         "    finding('hint', 'said', other(b))\n"
         "    Finding('a.fine', 'fine', 'said')\n"
-        "    return Finding.graded('a.graded', 'said', (bad, 'hint', 'more', remedy), (b, 'hint', '', 'stop'), facts={})\n"
+        "    return Finding.graded('a.graded', 'said', (bad, 'hint', '', remedy), (b, 'hint', '', 'stop'), facts={})\n"
     )
     monkeypatch.setattr(reference, "SOURCE", tmp_path)
     rows = [line for line in reference.findings_page().splitlines() if line.startswith("| `a.")]
