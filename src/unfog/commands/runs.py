@@ -78,7 +78,7 @@ def prometheus_text(runs: Sequence[RunStatus]) -> str:
 
 
 def _label(text: str) -> str:
-    """Return a text as the value of a label: one line, with the three characters escaped that end it."""
+    """Return a text as the value of a Prometheus attribute: one line, with the three characters escaped that end it."""
     return text.encode("utf-8", "replace").decode().replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
