@@ -26,7 +26,7 @@ from unfog.values.tokenizer import tokenizer_of
 def open_clip(config: Config, folder: str, device: torch.device) -> ImageTextModel:
     """Load the model in `folder`, or else the text encoder of the run.
 
-    RequestError if a run has no captions, its images are no pictures, or the folder has no encoder of images.
+    RequestError if a run has no captions, its images are not pictures, or the folder has no encoder of images.
     """
     if config.conditions.text is None:
         raise RequestError("clip is of runs with captions, and this one has none; leave it out")
