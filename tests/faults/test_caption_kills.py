@@ -10,7 +10,6 @@ from faults.harness import (
     assert_same,
     long_form,
     lost_steps,
-    made_once,
     resume,
     step_reached,
     steps_saved,
@@ -49,7 +48,7 @@ def encoder(folder):
 
 def autoencoder(folder, images):
     """The run of an autoencoder of three steps."""
-    words = {"--size": 16, "--steps": 3, "--batch": 4, "--device": "cpu", "--precision": "fp32", "--channels": "8,16"}
+    words = {"--size": 16, "--steps": 3, "--batch": 4, "--device": "cpu", "--precision": "fp32"}
     Job("train-autoencoder", images, "--out", folder, *(word for pair in words.items() for word in pair)).ends()
     return folder
 

@@ -39,16 +39,17 @@ def clip_score(facts: ColumnFacts, samples: Captioned, real: Captioned) -> Condi
     """
     if len(samples.captions) < FEWEST:
         return None
-    own, other = _interval(samples), (None, None, None)
-    if len(real.captions) >= FEWEST:
-        other = _interval(real)
+    own, other = _interval(samples), (_interval(real) if len(real.captions) >= FEWEST else None)
+    real_value, real_low, real_high = other or (None, None, None)
     found = ConditionScore(
         facts.name,
         facts.kind,
         CLIP_SCORE,
         *own,
         len(samples.captions),
-        *other,
+        real_value,
+        real_low,
+        real_high,
         len(real.captions),
         _with_other_captions(samples, own[0]),
     )
