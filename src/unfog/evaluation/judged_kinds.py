@@ -109,7 +109,7 @@ class JudgedKind:
 
 
 class _OneOfSeveral(JudgedKind):
-    """Classes and categories."""
+    """Scores of classes and of categories, of which an image has one."""
 
     measures = (ACCURACY,)
 
@@ -223,7 +223,7 @@ class _Masks(JudgedKind):
             found.append((read & asked).sum(1))
             either.append((read | asked).sum(1))
         shared, all_ = (weights @ torch.stack(each, 1).double() for each in (found, either))
-        # A label that is in no image and is read in none says nothing: 0 / 0 is NaN.
+        # A label that is neither in the images nor read from them has no score: 0 / 0 is NaN.
         return (shared / all_).nanmean(1)
 
 

@@ -185,7 +185,7 @@ def _check_shapes(real: tuple[int, ...], samples: tuple[int, ...]) -> None:
 
 
 def check_for_values(metrics: Sequence[str], kind: str) -> None:
-    """Raise RequestError if one of the metrics is of pictures of 8 bits; `kind` names the images, which are none."""
+    """Raise RequestError if a metric is of pictures of 8 bits; `kind` names the images, which are not pictures."""
     wrong = [name for name in metrics if name not in (*VALUES, *NOT_COMPARED)]
     if wrong:
         raise RequestError(

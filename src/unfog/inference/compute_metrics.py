@@ -281,7 +281,7 @@ def _losses_of_sizes(held_out: HeldOutBuckets, losses: Tensor) -> list[MetricRes
 
 def _held_out_set(dataset: Dataset, run: LoadedRun, most: int) -> HeldOut:
     held_out = build_held_out_set(dataset, run.config, run.device, most)
-    assert isinstance(held_out, HeldOut), "bits need images of one size; they are left out if there are none"
+    assert isinstance(held_out, HeldOut), "bits need images of one size; others have no bits"
     return held_out
 
 

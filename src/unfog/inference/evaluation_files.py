@@ -112,7 +112,7 @@ class Evaluation:
     asked: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, metric: str) -> MetricResult:
-        """Return the metric of this name. KeyError if there is none."""
+        """Return the metric of this name. KeyError if it is unknown."""
         for one in self.measured:
             if one.metric == metric:
                 return one

@@ -226,7 +226,7 @@ class Run(LoadedRun):
             given_table: file .csv, .tsv or .jsonl with conditions as columns, a sample for each row; n is its rows.
             guide: a weaker network, given the same class; samples move away from what it generates. "auto" is this
                 run's EMA of an earlier step, and what new runs without classes are guided by unless `image` is given;
-                "none" is none. Without one, guidance moves samples away from what the network generates without a
+                "none" uses no guide. Without one, guidance moves samples away from what the network generates without a
                 class.
             image: file, or uint8 [H, W] or [H, W, C], brought to the run's size as training images are; the samples
                 are variations of it.

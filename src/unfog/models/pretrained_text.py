@@ -49,7 +49,7 @@ class _Encoder(NamedTuple):
 
 
 def describe_encoder(folder: str) -> PretrainedText:
-    """Return the facts on a folder of Hugging Face that a run keeps. RequestError if we read none there."""
+    """Return the facts on a folder of Hugging Face that a run keeps. RequestError without a known encoder."""
     found = _folder(path := Path(folder).expanduser().resolve())
     found.check_installed()
     kind, config = found.config(_CLASSES)
