@@ -62,7 +62,7 @@ def _interval(pairs: Captioned) -> tuple[float, float, float]:
 
 
 def _with_other_captions(pairs: Captioned, own: float) -> float:
-    """Return the mean cosine over all pairs of an image and another caption; `own` if there is none."""
+    """Return the mean cosine over all pairs of an image and another caption; `own` if all captions are equal."""
     _, group = np.unique(np.asarray(pairs.captions), return_inverse=True)
     member = torch.nn.functional.one_hot(torch.from_numpy(group)).double()
     # The sum over all pairs of images and texts is the product of their sums; less those of equal captions.
