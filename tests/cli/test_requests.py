@@ -281,6 +281,7 @@ TABLE = [
     ("trian fashion", "did you mean 'train'"),
     ("--steps 5", "before the command"),
     ("train fashion --stepz 5", "did you mean --steps?"),
+    ("sample runs/a --sampler.steps 5", "find-lr; did you mean --steps?"),
     ("train fashion --steps", "--steps needs a value: a whole number"),
     ("train fashion --steps --lr 1", "--steps needs a value"),
     ("train fashion --optimizer.betas 0.9", "--optimizer.betas needs 2 values, each a number, and got 1"),

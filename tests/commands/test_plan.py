@@ -16,16 +16,18 @@ from unfog.config.presets import preset
 from unfog.config.requests.plan import PlanRequest
 from unfog.config.schema import Config, Latents
 from unfog.config.toml import from_toml, to_toml, update
-from unfog.data.dataset import ImageSet
+from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
+from unfog.models.network_settings import take_conditions
 from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel
 from unfog.pipeline.build import build_network
-from unfog.planning import auto_settings, disk, timing
+from unfog.planning import auto_settings, disk, timing  # the timer is given a clock
 from unfog.planning.auto_settings import AutoSettings
+from unfog.planning.disk import condition_bytes
 from unfog.planning.flops import GB, Device, NetworkCost, TimeRange
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.microbatch import MARGIN, Machine
@@ -41,6 +43,7 @@ from unfog.reporting.progress import Progress
 from unfog.runs.start import base_settings
 from unfog.training.learning_rate import default_learning_rate
 from unfog.training.settings import Evaluate, Training
+from unfog.values.columns import Column
 from unfog.values.condition_format import ConditionFormat
 
 pytestmark = pytest.mark.slow
@@ -172,6 +175,41 @@ def test_operations_of_a_convolution():
     work = NetworkCost.of(Convolution, (3, 8, 8))
     assert work.forward == 2 * 8 * 8 * 5 * 3 * 9
     assert work.training == 2 * work.forward  # its input asks for no gradient
+
+
+class TakesLabel(Convolution):
+    """A network of somebody's own whose label has no default."""
+
+    def forward(self, x, c_noise, label):
+        return super().forward(x, c_noise)
+
+
+@pytest.mark.parametrize("classes", [0, 3])
+def test_operations_of_a_network_that_needs_a_label(classes):
+    format = ConditionFormat.numbered(classes)
+
+    def build():
+        network = TakesLabel()
+        take_conditions(network, format)
+        return network
+
+    work, plain = NetworkCost.of(build, (3, 8, 8), format), NetworkCost.of(Convolution, (3, 8, 8))
+    assert (work.forward, work.training) == (plain.forward, plain.training)
+
+
+def test_conditions_that_are_images_count_as_memory(tmp_path):
+    masks, images = np.zeros((6, 1, 8, 16), np.int8), np.zeros((6, 3, 8, 16), np.uint8)
+    names = [str(i) for i in range(6)]
+    np.save(tmp_path / "masks.npy", masks)
+
+    def bytes_of(values):
+        part = ImageSet(images, names, {"mask": Column("mask", "mask", values, ("a", "b"))})
+        return condition_bytes(Dataset(Data(size="16x8"), part.subset(slice(4)), part.subset(slice(4, None)), None))
+
+    assert bytes_of(masks) == masks.nbytes
+    assert bytes_of(np.load(tmp_path / "masks.npy", mmap_mode="r")) == 0
+    part = ImageSet(images, names, {"mask": Column("mask", "mask", masks, ("a", "b"))})
+    assert part.device_bytes == images.nbytes + 4 * masks.nbytes  # float32 on a GPU
 
 
 def test_operations_of_ddpm():

@@ -6,8 +6,8 @@ import torch
 from PIL import Image
 
 import unfog
+from conftest import FEW_PICTURES, NETWORK
 from unfog.cli.main import main
-from unfog.config.schema import Config
 from unfog.data.settings import Data
 from unfog.errors import RequestError
 from unfog.models.network_settings import build_model
@@ -15,10 +15,11 @@ from unfog.models.settings import SIZES, DiT, MPUNet
 from unfog.pipeline.load_data import check_image_conditions
 from unfog.values.columns import Column
 from unfog.values.condition_format import ConditionFormat, conditions_of, facts_of
+from unfog.values.condition_kinds import kind_of
 from unfog.values.conditions import Conditions
 
 NEVER = {"every": -1}
-TINY = {"network": "tiny", "batch": 8, "device": "cpu", "preview": NEVER, "evaluate": NEVER, "size": "16x8"}
+TINY = {"network": NETWORK, "batch": 8, "device": "cpu", "evaluate": NEVER, "size": "16x8", **FEW_PICTURES}
 NETWORKS = {
     "unet": SIZES["tiny"],
     "mpunet": MPUNet(channels=(16, 32), attention=(0, 1), blocks=1),
@@ -184,8 +185,6 @@ def test_the_command_line_writes_what_was_given(pairs):
         )
     assert ended.value.code in (None, 0)
     assert Image.open(next(out.glob("000002*"))).text["Given"] == "grey=002"
-    with pytest.raises(RequestError, match="grey"):
-        unfog.load(pairs / "run").export(pairs / "export")
 
 
 @pytest.mark.slow
@@ -217,12 +216,18 @@ def test_grids_and_tables_take_files(pairs):
             run.sample(steps=2, **wrong)
 
 
-def test_latents_and_other_sizes_are_refused():
+def test_other_sizes_are_refused():
     facts = facts_of([Column("grey", "grey", grey_values((2, 1, 8, 16)))])
-    with pytest.raises(RequestError, match="latents"):
-        check_image_conditions(Config(autoencoder_folder="runs/autoencoder"), Data(size="16x8"), facts)
     with pytest.raises(RequestError, match="16x8, and the images are 8x8"):
-        check_image_conditions(Config(), Data(size=8), facts)
+        check_image_conditions(Data(size=8), facts)
+
+
+def test_which_images_are_known_of_none_and_of_some():
+    masks = np.array([[[[-1, 0]]], [[[-1, -1]]]], np.int8)
+    depth = np.array([[[[np.nan, 0.5]]], [[[np.nan, np.nan]]]], np.float32)
+    for kind, values in (("mask", masks), ("image", depth)):
+        assert kind_of(kind).known(values).tolist() == [True, False]
+        assert kind_of(kind).known(values[:0]).tolist() == []
 
 
 def test_blank_conditions_have_the_shape_of_those_of_images():

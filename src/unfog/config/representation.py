@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,10 +21,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from unfog.data.packs.latent_cache import Normalise
-
     # From stored values to (network input, augmentation condition or None).
-    Transform = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+    from unfog.data.augmentation import Moving as Transform
+    from unfog.data.packs.latent_cache import Normalise
 
 
 def _probable_sides(data: Data) -> tuple[int, int]:
@@ -50,8 +48,6 @@ class Representation(ABC):
     """Reason why images of several sizes cannot be trained on, and what to do; "" if they can."""
     pictures_only: ClassVar[str]
     """Reason why only pictures of 8 bits can be trained on; "" if other values can."""
-    no_image_conditions: ClassVar[str]
-    """Reason why images cannot be conditions, and what to do; "" if they can."""
 
     @property
     @abstractmethod
@@ -145,7 +141,7 @@ class PixelSpace(Representation):
     name = "pixels"
     channels_from = "data.channels ="
     augmentable = True
-    one_size = pictures_only = no_image_conditions = ""
+    one_size = pictures_only = ""
     factor = 1
     problem = ""
     folders = ()
@@ -236,7 +232,6 @@ class LatentSpace(Representation):
     no_bits = "bits are of pixels, and the network was trained on latents; held_out compares losses"
     one_size = "latents need images of one size; omit --aspect, or train on pixels: omit --autoencoder"
     pictures_only = "autoencoders take pictures"
-    no_image_conditions = "the network sees latents; omit it, or train on pixels: omit --autoencoder"
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -254,11 +254,12 @@ class Config:
         """Format of the conditions that the network receives with an image."""
         mask = self.data.channels if self.data.has_unknown else 0
         augment, text = AUGMENT_INPUTS if self.data.augment else 0, self.text_encoder
-        return ConditionFormat(self.classes, augment, self.columns, mask, text.layers, text.width, text.model)
+        factor = self.representation.factor or 1  # that of an autoencoder is 0 until it is read
+        return ConditionFormat(self.classes, augment, self.columns, mask, text.layers, text.width, text.model, factor)
 
     @property
     def usual_guidance(self) -> float:
-        """Default guidance scale of samples: 1, which is none, without conditions or if none is hidden in training."""
+        """Default guidance scale: 1, which does not guide, without conditions, or if none is ever hidden."""
         return self.guidance if self._guided_by_conditions else 1.0
 
     @property

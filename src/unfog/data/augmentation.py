@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -124,6 +124,15 @@ class Augment:
         return [partial(_rolled, draw, axis) for axis, draw in zip("xy", draws.unbind(1)) if axis in self.roll]
 
 
+class Moving(Protocol):
+    """An augmentation that returns its moves, such as `Augment`."""
+
+    def __call__(self, stored: Tensor, /) -> tuple[Tensor, Tensor | None]: ...
+
+    def moving(self, stored: Tensor, /) -> tuple[Tensor, Tensor | None, list[Move]]:
+        """Return the result of a call, and the moves that it made."""
+
+
 @dataclass(frozen=True)
 class AugmentWithConditions:
     """An augmentation, and the conditions that are images: they move with their image, or are made of the result.
@@ -131,10 +140,12 @@ class AugmentWithConditions:
     Args:
         augment: the augmentation of the images.
         columns: facts on the conditions that are images.
+        makes: make conditions of the result; else all come with the images, as nothing can be made of latents.
     """
 
-    augment: Augment
+    augment: Moving
     columns: tuple[ColumnFacts, ...]
+    makes: bool = True
 
     def __call__(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the augmented images and their augmentation, without conditions that are images; see `Augment`."""
@@ -150,6 +161,8 @@ class AugmentWithConditions:
         if image is not None and moves:
             image = torch.cat([self._moved(image[:, span], one, moves) for one, span in self._own_spans(image)], 1)
         complete = conditions._replace(augment=told, image=image)
+        if not self.makes:
+            return x0, complete
 
         def draws() -> Tensor:
             return draw_rows(len(x0), lambda n: torch.rand(n, 4, device=x0.device))
@@ -163,10 +176,9 @@ class AugmentWithConditions:
             return spans
         return image_spans([one for one in self.columns if not IMAGE_KINDS[one.kind].made])
 
-    @staticmethod
-    def _moved(image: Tensor, facts: ColumnFacts, moves: list[Move]) -> Tensor:
+    def _moved(self, image: Tensor, facts: ColumnFacts, moves: list[Move]) -> Tensor:
         kind = IMAGE_KINDS[facts.kind]
-        for move in () if kind.made else moves:  # what is made of the image is made anew of the result
+        for move in () if kind.made and self.makes else moves:  # else it is made anew of the result
             image = move(image, kind.smooth)
         return image
 

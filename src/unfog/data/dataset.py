@@ -17,7 +17,7 @@ from unfog.data.data_report import DataReport, SkippedFile
 from unfog.data.settings import Data
 from unfog.errors import RequestError
 from unfog.values.buckets import Bucket
-from unfog.values.columns import Column, classes_of, labels_of, of_labels, rows_of, update_digest
+from unfog.values.columns import Column, classes_of, in_order, labels_of, of_labels, rows_of, update_digest
 from unfog.values.condition_format import conditions_of
 from unfog.values.image_format import Size
 
@@ -163,6 +163,12 @@ class ImageSet:
         """Bytes of the pixels, or latents, of one image."""
         return math.prod(self.pixels.shape[1:]) * getattr(self.pixels, "dtype", np.dtype(np.uint8)).itemsize
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of all pixels, or latents, and of the conditions that are images, as they are kept on a GPU."""
+        shapes = (column.values.shape for column in self.columns.values())
+        return self.nbytes + sum(4 * math.prod(shape) for shape in shapes if len(shape) == 4)
+
     @cached_property
     def fingerprint(self) -> str:
         """sha256 of pixels, columns and order, by which a resume knows that it sees the same images.
@@ -194,6 +200,13 @@ class ImageSet:
         if labels is not None and len(labels) and not 0 <= labels.min() <= labels.max() < len(self.classes):
             raise RequestError("the number of a class is out of range: the pack is damaged (labels.npy); pack it again")
         return columns
+
+    def columns_at(self, rows: NDArray[np.int64]) -> dict[str, Column]:
+        """Return the result of `columns_of`, but values that are computed as they are read are not computed yet."""
+        at = {name: column.values.at(rows) for name, column in self.columns.items() if hasattr(column.values, "at")}
+        known = replace(self, columns={name: one for name, one in self.columns.items() if name not in at})
+        lazy = {name: replace(self.columns[name], values=values) for name, values in at.items()}
+        return in_order({**known.columns_of(rows), **lazy})
 
     def labels_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Return the labels at these rows [B]; None without classes. Raises as `columns_of`."""
@@ -263,7 +276,7 @@ class Dataset:
         return self.at_size(self.settings.size)
 
     def at_size(self, size: Size) -> Dataset:
-        """Return the dataset of the bucket of this size; this one if there is none."""
+        """Return the dataset of the bucket of this size; this dataset without such a bucket."""
         return next((bucket for bucket in self.buckets if bucket.settings.size == size), self)
 
     @property

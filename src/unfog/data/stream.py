@@ -253,5 +253,5 @@ class DeviceStream:
     def open(cls, stream: ImageStream, device: torch.device, memory: int) -> ImageStream | DeviceStream:
         """Return the stream on a CUDA device of so many bytes, if its images fit there; else the stream unchanged."""
         decoded = not isinstance(stream.images.pixels, LazyPixels)
-        fits = device.type == "cuda" and decoded and cls.fits(stream.images.nbytes, memory)
+        fits = device.type == "cuda" and decoded and cls.fits(stream.images.device_bytes, memory)
         return cls(stream, device) if fits else stream

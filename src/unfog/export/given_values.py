@@ -28,10 +28,15 @@ def read(conditions, given, count):
             raise ValueError(f"{name!r} is not a condition of this model, which has {', '.join(known) or 'none'}")
     columns = []
     for one in conditions:
-        words = [None if word != word else word for word in _words(given.get(one["name"]))]
+        words = _SPLIT.get(one["kind"], _each)(one, given.get(one["name"]))
         values = [_READERS[one["kind"]](one, word) for word in words]
-        columns.append([values[i % len(values)] for i in range(count)])
+        columns.append(_JOIN.get(one["kind"], list)([values[i % len(values)] for i in range(count)]))
     return columns
+
+
+def _each(one, value):
+    """Return the values that images cycle through; None for NaN."""
+    return [None if word != word else word for word in _words(value)]
 
 
 def _words(value):
@@ -43,7 +48,7 @@ def _words(value):
 
 
 def _number(one, word, index=0):
-    """Return a number, or the one at `index` of a vector; NaN if it is open. ValueError if it is none."""
+    """Return a number, or the one at `index` of a vector; NaN if it is open. ValueError if it is not a number."""
     size = len(one["statistics"]) // 4
     low, high = (one["statistics"][end * size + index] for end in (2, 3))
     name = one["name"] if size == 1 else f"number {index + 1} of {one['name']}"
@@ -61,7 +66,7 @@ def _number(one, word, index=0):
 
 
 def _category(one, word):
-    """Return the number of a category, and -1 for None. ValueError if there is none of this name."""
+    """Return the number of a category, and -1 for None. ValueError if it is unknown."""
     if word is None:
         return -1
     names = [unicodedata.normalize("NFC", name) for name in one["categories"]]
@@ -97,3 +102,4 @@ def _vector(one, word):
 
 
 _READERS = {"number": _number, "category": _category, "several": _several, "vector": _vector}
+_SPLIT, _JOIN = {}, {}  # of kinds whose values are not words: to a list, and from the values of images

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from unfog.models.condition_layers import IMAGES
 from unfog.values.conditions import Conditions
 
 
@@ -15,9 +16,10 @@ class NamedInputs(nn.Module):
 
     The conditions are the label, int64 [B], if there are classes, and then the columns in order: a number float32 [B],
     a category int64 [B], several categories float32 [B, K] with 1 for each that is present and 0 elsewhere, a vector
-    float32 [B, D], a text its tokens int64 [B, L] with -1 after its end. Numbers are in the units of their source. NaN,
-    or -1 for a category and in all tokens, stands for a value that is not known. y is NaN where `known`,
-    bool [C, H, W], is False.
+    float32 [B, D], a text its tokens int64 [B, L] with -1 after its end. Numbers are in the units of their source. An
+    image is float32 [B, K, H, W]: a mask has the number of the category of each pixel, what is made of the image has
+    values of about -1 to 1, and others are in the units of their source. NaN, or -1 for a category and in all tokens,
+    stands for a value that is not known. y is NaN where `known`, bool [C, H, W], is False.
 
     Args:
         network: called with `Conditions`.
@@ -41,9 +43,10 @@ class NamedInputs(nn.Module):
         if not self.kinds and self.known is None:
             y: Tensor = self.network(x, c_noise, label)
             return y
-        of: dict[str, list[Tensor]] = {kind: [] for kind in ("number", "category", "several", "vector", "text")}
+        kinds = ("number", "category", "several", "vector", "text", "image")
+        of: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
         for kind, column in zip(self.kinds, columns):
-            of[kind].append(column)
+            of["image" if kind in IMAGES else kind].append(column)
         told = Conditions(
             label,
             known=None if self.known is None else self.known.to(x.dtype).expand_as(x),
@@ -51,6 +54,7 @@ class NamedInputs(nn.Module):
             categories=torch.stack(of["category"], 1) if of["category"] else None,
             several=torch.cat(of["several"], 1) if of["several"] else None,
             vectors=torch.cat(of["vector"], 1) if of["vector"] else None,
+            image=torch.cat(of["image"], 1) if of["image"] else None,
             tokens=of["text"][0] if of["text"] else None,
         )
         y = self.network(x, c_noise, told)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from unfog.models.condition_layers import IMAGES
 from unfog.text import valid_text
 from unfog.values.condition_format import TEXT_HEAD
 from unfog.values.condition_kinds import MOST_CATEGORIES
@@ -55,10 +56,10 @@ _CODE_FILES = {
 }
 # Methods of `unfog.values.conditions` that no network calls.
 _METHODS = ("droppable", "apply", "rows", "to", "copy_", "cat", "dropped", "dropped_each", "without", "with_text")
-OF_TRAINING = (*(f"Conditions.{name}" for name in _METHODS), "DiffusersAutoencoder", "ImageInput")
+OF_TRAINING = (*(f"Conditions.{name}" for name in _METHODS), "DiffusersAutoencoder")
 OF_TRAINING += ("learn_merges", "_Learner", "tokenizer_of")
-# Modules that read captions, each after those that it uses.
-GIVEN_TEXT = ("unfog.values.tokenizer", "unfog.export.given_values", "unfog.export.given_text")
+EXPORTED = ("number", "category", "several", "vector", "text", *IMAGES)
+"""Kinds of the columns that exports hold."""
 _BUILD = '''
 
 def build(model):
@@ -71,7 +72,8 @@ def build(model):
     classes, mask = model["classes"], model["mask"]
     columns = [SimpleNamespace(**one) for one in model["conditions"]]{checked}
     conditions = SimpleNamespace(
-        classes=classes, augment_inputs=0, columns=columns, mask_channels=mask * model["input"][0]{text}
+        classes=classes, augment_inputs=0, columns=columns, mask_channels=mask * model["input"][0],
+        image_factor=model.get("image_factor", 1){text}
     )
     settings = SimpleNamespace(**model["network"]["settings"])
     network = {name}(settings, model["input"][0], conditions, model["out_channels"])
@@ -80,7 +82,7 @@ def build(model):
 '''
 _CHECKED = """
     sizes = [max(one.statistics) if one.kind == "text" else one.inputs for one in columns]
-    kinds = "number", "category", "several", "vector", "text"
+    kinds = {kinds}
     fits = [one.kind in kinds and 0 < size <= {most} for one, size in zip(columns, sizes)]
     if not all(fits):  # it may be a stranger's
         raise ValueError("a condition of the description has no kind and size that Unfog writes; was it edited?")"""
@@ -90,7 +92,7 @@ _WRAPPED = """
     known = torch.ones(model["input"], dtype=torch.bool) if mask else None  # their values are among the weights
     network = NamedInputs(network, bool(classes), [one.kind for one in columns], known)"""
 _DIFFUSERS = """\
-from diffusers import DiffusionPipeline
+{imports}from diffusers import DiffusionPipeline
 
 pipe = DiffusionPipeline.from_pretrained({place}{trust})
 images = pipe({arguments}).images  # PIL images
@@ -178,7 +180,8 @@ def network_source(
     if named_inputs:
         call = "(x [B, C, H, W], c_noise [B], label, *columns) -> y"
         columns = " Without classes there is no label at all. See `NamedInputs`."
-    checked = _CHECKED.format(most=MOST_TOKENS if has_text else MOST_CATEGORIES + 1) if named_inputs else ""
+    most, kinds = MOST_TOKENS if has_text else MOST_CATEGORIES + 1, ", ".join(f'"{kind}"' for kind in EXPORTED)
+    checked = _CHECKED.format(most=most, kinds=kinds) if named_inputs else ""
     parts = {"checked": checked, "wrapped": _WRAPPED if named_inputs else "", "text": _TEXT if has_text else ""}
     return source + _BUILD.format(name=name, call=call, columns=columns, **parts)
 
@@ -196,7 +199,7 @@ def plain_source(title: str, names: Iterable[str], left_out: Iterable[str] = (),
     bodies = [_body(import_module(name), imports, frozenset(left_out)) for name in names]
     code = "".join(bodies)
     used = filter(None, (_used_names(line, code) for line in imports))
-    others = {"safe_open": "safetensors", "DiffusionPipeline": "diffusers"}
+    others = {"safe_open": "safetensors", "DiffusionPipeline": "diffusers", "np.": "numpy"}
     torch = ["torch"] if re.search(r"\btorch\b", code) else []
     packages = " and ".join([*torch, *(package for word, package in others.items() if word in code)])
     imported = "\n".join(sorted(used, key=lambda line: (line.startswith("f"), line)))
@@ -265,13 +268,15 @@ def usage(kind: str, name: str, model: Mapping[str, Any], custom: bool, format: 
         told = f", {given}" if given else ""
         arguments = f"batch_size=4{labels}{told}, num_inference_steps={len(model['levels']) - 1}"
         note = "\nThe code that is not part of diffusers is in the files `*.py` here, in plain torch." if custom else ""
-        return _block(_DIFFUSERS.format(place=place, trust=trust, arguments=arguments)) + note
+        first = "".join(f"{line}\n" for line in _imports_of(given))
+        return _block(_DIFFUSERS.format(imports=first, place=place, trust=trust, arguments=arguments)) + note
     if name:
         folder = f"from huggingface_hub import snapshot_download\n\nfolder = snapshot_download({place})"
     else:
         folder = f"folder = {place}"
     library, short = ("import numpy as np", "np") if kind == "onnx" else ("import torch", "torch")
-    imports = [library, "from PIL import Image"] if format.is_picture else sorted({"import numpy as np", library})
+    writer = "from PIL import Image" if format.is_picture else "import numpy as np"
+    imports = sorted({library, writer, *_imports_of(given)}, key=lambda line: (line.startswith("f"), line))
     label = f", {short}.arange(4) % {classes}" if classes else ""
     told = f", given={given}" if kind == "denoiser" else ", columns=columns"
     shared = {"folder": folder, "imports": "\n".join(imports), "save": _save(kind, format)}
@@ -282,6 +287,12 @@ def usage(kind: str, name: str, model: Mapping[str, Any], custom: bool, format: 
     if kind == "onnx":
         return _block(_ONNX.format(**shared))
     return _block(_TORCH.format(decode=_DECODE[kind] if model["latents"] else "", **shared))
+
+
+def _imports_of(given: str) -> list[str]:
+    """Return the imports that the values of conditions need on a card."""
+    words = {"np.load": "import numpy as np", "Image.open": "from PIL import Image"}
+    return [line for word, line in words.items() if word in given]
 
 
 def _save(kind: str, format: ImageFormat) -> str:
@@ -303,12 +314,16 @@ def _block(code: str) -> str:
     return f"```python\n{code}```"
 
 
-def code_files(kind: str, columns: bool, has_text: bool = False) -> dict[str, bytes]:
-    """Return the code of an export that is the same for all runs, or all with columns or captions, by file name."""
+def code_files(kind: str, given: Sequence[str]) -> dict[str, bytes]:
+    """Return the code of an export that is the same for all runs with such conditions, by file name.
+
+    `given` has the names of the modules that read conditions; see `plain_source`.
+    """
     files = _CODE_FILES.get(kind, {})
-    given = {"given.py": "unfog.export.given_values"} if files and columns else {}
-    written = {name: package_file(module) for name, module in {**files, **given}.items()}
-    if given and has_text:
-        title = "Conditions of an Unfog run: from what people ask for to inputs of the network, with its tokenizer."
-        written["given.py"] = plain_source(title, GIVEN_TEXT, OF_TRAINING).encode()
+    written = {name: package_file(module) for name, module in files.items()}
+    if files and len(given) == 1:
+        written["given.py"] = package_file(given[0])
+    elif files and given:
+        title = "Conditions of an Unfog run: from what people ask for to inputs of the network."
+        written["given.py"] = plain_source(title, given, OF_TRAINING).encode()
     return written

@@ -134,8 +134,8 @@ def export(run: LoadedRun, out: Path, settings: ExportSettings) -> float:
 
 def _write_code(job: _Export, kind: str) -> None:
     """Write the code that loads an export and maps its values. RunError if its map is not that of the run."""
-    has_text = job.run.config.conditions.text is not None
-    for name, content in code_files(kind, bool(job.run.config.columns), has_text).items():
+    modules = reading_modules(job.run.config) if job.run.config.columns else ()
+    for name, content in code_files(kind, modules).items():
         write_atomic(job.folder / name, content, job.folder)
     if kind == "diffusers":
         return
@@ -251,7 +251,8 @@ def _write_description(job: _Export) -> None:
 
 def _denoiser_source(run: LoadedRun) -> str:
     """Return the network's code and that of its denoiser as one file of plain torch and safetensors."""
-    modules = ["unfog.export.values_torch", *reading_modules(run.config), "unfog.export.denoiser_torch"]
+    values = "unfog.export.values_torch"
+    modules = [values, *reading_modules(run.config, values), "unfog.export.denoiser_torch"]
     return source_of_network(run.config, "denoiser", modules)
 
 

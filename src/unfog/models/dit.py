@@ -160,6 +160,7 @@ class DiTModel(ConditionalNetwork):
 
     ends = ("patch_in", "patch_out", *ConditionalNetwork.embeddings, "text_embedding")
     block = _Block
+    takes_images = True
     calls_layers_once = True
 
     settings: DiT

@@ -200,6 +200,7 @@ class MPUNetModel(ConditionalNetwork):
     """
 
     block = _MPBlock
+    takes_images = True
 
     settings: MPUNet
 

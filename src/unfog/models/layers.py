@@ -127,7 +127,10 @@ class ConditionalNetwork(nn.Module):
     text_parts: ClassVar[tuple[str, ...]] = ("text", "text_encoder", "text_embedding", "text_share")
     """Names of modules and parameters, in blocks too, that a network without texts does not have."""
     ends: ClassVar[tuple[str, ...]] = ("conv_in", "conv_out", *embeddings, "text_embedding")
-    """Layers whose other side is not the hidden space: image channels, classes, augmentations."""
+    """Layers whose other side is not the hidden space: image channels, classes, augmentations. The first is of images.
+    """
+    takes_images: ClassVar[bool] = False
+    """Whether the first layer takes `_with_images`, and so images that are conditions."""
     not_matrices: ClassVar[tuple[str, ...]] = ("words", "places")  # embeddings of tokens and of their positions
     """Names of parameters, or of modules around them, that are not linear maps though they have two sides or more."""
     block: ClassVar[type[nn.Module]]
@@ -156,7 +159,12 @@ class ConditionalNetwork(nn.Module):
         self.settings, self.image_channels, self.num_classes = settings, image_channels, len(conditions.classes)
         self.mask_channels = conditions.mask_channels
         images = [one for one in conditions.columns if one.kind in IMAGES]
-        self.image_input = ImageInput(images) if images else None
+        if images and not self.takes_images:
+            raise RequestError(
+                f"{images[0].name} is an image as a condition, which {type(self).__name__} has no input for; give "
+                "--network unet, mpunet, dit or a size of them, or leave it out"
+            )
+        self.image_input = ImageInput(images, conditions.image_factor) if images else None
         # Not by the property of `ConditionFormat`: exported code has the fields alone.
         text = next((one for one in conditions.columns if one.kind == "text"), None)
         if text is not None and not conditions.text_width:

@@ -158,6 +158,7 @@ class UNetModel(ConditionalNetwork):
     """A U-Net of residual blocks. A fresh one outputs exactly zero, as its last convolution begins at zero."""
 
     block = _Block
+    takes_images = True
     calls_layers_once = True
 
     settings: UNet

@@ -117,10 +117,9 @@ def build_augmentation(config: Config) -> Augmentation:
     """
     augment = config.representation.augmentation()
     if images := image_columns(config.columns):
-        from unfog.data.augmentation import Augment, AugmentWithConditions
+        from unfog.data.augmentation import AugmentWithConditions
 
-        assert isinstance(augment, Augment), "images are conditions of pixels alone"
-        return AugmentWithConditions(augment, tuple(images))
+        return AugmentWithConditions(augment, tuple(images), makes=config.representation.scaling() is None)
     return augment
 
 
@@ -286,7 +285,7 @@ def build_held_out_set(
 ) -> HeldOut | HeldOutBuckets | None:
     """Return at most `wanted` held-out images (0: `evaluate.images`), evenly spaced, as network input on the device.
 
-    None if there are none.
+    None without any.
     """
     images, wanted = dataset.as_network_input.held_out, wanted or config.evaluate.images
     if not len(images):
@@ -309,8 +308,9 @@ def build_held_out_set(
 
 def open_stream(dataset: Dataset, config: Config) -> ImageStream | BucketStream:
     """Return the stream of the training images of a run, in the order that its seed gives."""
-    # What is made of the images is made once they are augmented.
-    seed, images = config.training.seed, without_made(dataset.as_network_input.train)
+    seed, images = config.training.seed, dataset.as_network_input.train
+    if dataset.latents is None:  # else what is made of the images is made once they are augmented
+        images = without_made(images)
     if not dataset.buckets:
         return ImageStream(images, seed)
     return BucketStream([bucket.train for bucket in dataset.buckets], config.training.batch, seed)

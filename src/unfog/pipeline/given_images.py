@@ -27,7 +27,7 @@ from unfog.settings import is_auto
 from unfog.text import sanitize
 from unfog.values.condition_kinds import ColumnFacts
 from unfog.values.condition_requests import MOST_CELLS, ConditionGrid
-from unfog.values.image_format import STORED, ImageFormat, StoredValues, size_of, to_pillow
+from unfog.values.image_format import CHANNELS, STORED, ImageFormat, StoredValues, size_of, to_pillow
 from unfog.values.kinds.image_kinds import IMAGE_KINDS, Picture, image_columns, picture_text
 from unfog.values.kinds.made_conditions import enlarged, made_of
 
@@ -166,6 +166,10 @@ def _mask(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.float
 
 def _second(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.float32]:
     channels, height, width = IMAGE_KINDS[facts.kind].shape(facts)
+    if channels not in CHANNELS and isinstance(given.read(), Image.Image):
+        raise ImageError(
+            f"it is a picture, and the condition has {channels} channels; give an array [H, W, {channels}]"
+        )
     ends = facts.statistics[3:]
     bytes_ = ends[:channels] == (0.0,) * channels and ends[channels:] == (255.0,) * channels
     usual = STORED["float32"]

@@ -102,7 +102,7 @@ def load_images(
     data = replace(data, condition=resolved_condition(data.condition))
     classes = tuple(printable(name) for name in dataset.train.classes)
     columns = facts_of(dataset.train.columns.values())
-    check_image_conditions(config, dataset.settings, columns)
+    check_image_conditions(dataset.settings, columns)
     for one in columns:
         say(f"  condition {sanitize(one.name)}: {_evidence(one, dataset.train.columns[one.name])}")
     buckets = bucket_texts(dataset.size_buckets)
@@ -193,18 +193,15 @@ def _check_for_pictures(config: Config, data: Data) -> None:
         )
 
 
-def check_image_conditions(config: Config, data: Data, columns: Sequence[ColumnFacts]) -> None:
-    """Raise RequestError if the run has conditions that are images, and cannot take them: of latents, other sizes."""
-    images = image_columns(columns)
-    names, sides = ", ".join(sanitize(one.name) for one in images), data.image_format.shape[1:]
-    if wrong := next((one for one in images if one.statistics[1:3] != sides), None):
+def check_image_conditions(data: Data, columns: Sequence[ColumnFacts]) -> None:
+    """Raise RequestError if the run has conditions that are images of another size."""
+    sides = data.image_format.shape[1:]
+    if wrong := next((one for one in image_columns(columns) if one.statistics[1:3] != sides), None):
         _, height, width = map(int, wrong.statistics[:3])
         raise RequestError(
             f"the condition {sanitize(wrong.name)} is an image of {width}x{height}, and the images are "
             f"{data.image_format.sides}; pack the originals again, or omit --size and --aspect"
         )
-    if names and (reason := config.representation.no_image_conditions):
-        raise RequestError(f"condition = {names} is an image in pixels, and {reason}")
 
 
 def _bucket_choice(config: Config) -> BucketChoice:

@@ -141,10 +141,8 @@ class NetworkCost(NamedTuple):
 
 
 def _blank_conditions(conditions: ConditionFormat | None, batch: int) -> tuple[Conditions, ...]:
-    """Return the conditions of a batch; () if the network has neither columns nor a mask and is called without them."""
-    if conditions is None or not (conditions.columns or conditions.mask_channels):
-        return ()
-    return (conditions.blank(batch),)
+    """Return the conditions of a batch, also empty ones, which somebody's `forward` may need; () for None."""
+    return () if conditions is None else (conditions.blank(batch),)
 
 
 class TimeRange(NamedTuple):

@@ -17,7 +17,7 @@ from unfog.device.cores import describe_quota
 from unfog.errors import RequestError
 from unfog.pipeline.load_data import load_images
 from unfog.planning.auto_settings import AutoSettings
-from unfog.planning.disk import bytes_to_decode, decoded_bytes, disk_lines, is_memory_mapped
+from unfog.planning.disk import bytes_to_decode, condition_bytes, decoded_bytes, disk_lines, is_memory_mapped
 from unfog.planning.flops import Device, NetworkCost, TimeRange, benchmark_cpu
 from unfog.planning.intervals import Choice
 from unfog.planning.memory_estimate import MemoryEstimate, MemoryEstimator
@@ -244,7 +244,7 @@ def _describe_transfer(config: Config, device: torch.device, target: Device | No
     """Return a line on whether a run keeps its images on the GPU, as `DeviceStream.open` decides; "" without one."""
     if device.type != "cuda":
         return ""
-    size = dataset.as_network_input.train.nbytes
+    size = dataset.as_network_input.train.device_bytes
     if config.data.cache == "none":
         return "decoded while training, and copied to the GPU one batch ahead"
     if DeviceStream.fits(size, target.memory if target else total_memory(device)):
@@ -284,8 +284,9 @@ def _predict_memory_and_disk(auto: AutoSettings, dataset: Dataset) -> tuple[Memo
     config, share = auto.config, auto.process_config()
     in_memory = config.data.cache == "memory" or not is_memory_mapped(dataset)
     images = decoded_bytes(dataset, config) if in_memory else 0
+    kept = images + condition_bytes(dataset)
     estimator = MemoryEstimator(with_precision(share), auto.machine.device.type, auto.processes)
-    memory = estimator.estimate(microbatch_size(share.training), config.training.checkpointing, images)
+    memory = estimator.estimate(microbatch_size(share.training), config.training.checkpointing, kept)
     return memory, *disk_lines(config, dataset, images)
 
 

@@ -92,6 +92,8 @@ class ConditionFormat:
     """Its width."""
     text_model: PretrainedText | None = None
     """A frozen encoder in front of it; None for one that is trained as a whole."""
+    image_factor: int = 1
+    """Pixels of `Conditions.image` along the side of one input of the network: more than 1 for latents."""
 
     def __post_init__(self) -> None:
         names = [one.name for one in self.columns]
@@ -128,13 +130,14 @@ class ConditionFormat:
     def inputs(self) -> int:
         """Upper bound of the rows of all layers that embed conditions, the null class and the mask among them."""
         # A channel of the input has 9 places of a convolution.
-        counts = (one.inputs * (9 if one.kind in IMAGE_KINDS else 1) for one in self.facts)
+        places = 9 * self.image_factor**2
+        counts = (one.inputs * (places if one.kind in IMAGE_KINDS else 1) for one in self.facts)
         return 1 + AUGMENT_INPUTS + 9 * self.mask_channels + sum(counts)
 
     @property
     def input_channels(self) -> int:
         """Channels that the conditions add to the input of a network: masks, and images that are conditions."""
-        return self.mask_channels + sum(one.inputs for one in image_columns(self.columns))
+        return self.mask_channels + self.image_factor**2 * sum(one.inputs for one in image_columns(self.columns))
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -332,7 +335,7 @@ class ConditionFormat:
         return {**given, self.text.name: words}
 
     def read_negative(self, negative: str) -> tuple[int, ...]:
-        """Return the tokens of a text that samples are led away from; () for "", which is none.
+        """Return the tokens of a text that samples are led away from; () for "".
 
         RequestError if the run has no texts, or the text is too long.
         """

@@ -82,7 +82,7 @@ class BucketStream:
     def on_device(self, device: torch.device, memory: int) -> BucketStream:
         """Return the stream with all images kept on a CUDA device of so many bytes, if they fit; else this one."""
         streams = [stream for stream in self._streams if isinstance(stream, ImageStream)]
-        if DeviceStream.fits(sum(stream.images.nbytes for stream in streams), memory):
+        if DeviceStream.fits(sum(stream.images.device_bytes for stream in streams), memory):
             kept = copy(self)
             kept._streams = [
                 DeviceStream.open(stream, device, memory) if isinstance(stream, ImageStream) else stream

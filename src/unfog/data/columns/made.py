@@ -24,16 +24,24 @@ class MadeValues:
         format: of its images.
         kind: of the condition.
         factor: of "degrade".
+        rows: rows of the set, [N]; None for all.
     """
 
     dtype = np.dtype(np.float32)
     is_made = True
     """So that no digest reads them: they follow from the images and the settings."""
 
-    def __init__(self, images: ImageSet, format: ImageFormat, kind: str, factor: int) -> None:
+    def __init__(
+        self, images: ImageSet, format: ImageFormat, kind: str, factor: int, rows: NDArray[np.int64] | None = None
+    ) -> None:
         self._images, self._format, self._kind, self.factor = images, format, kind, factor
+        self._rows = np.arange(len(images)) if rows is None else rows
         channels = 1 if kind == "grey" else format.channels
-        self.shape = (len(images), channels, format.height, format.width)
+        self.shape = (len(self._rows), channels, format.height, format.width)
+
+    def at(self, rows: NDArray[np.int64]) -> MadeValues:
+        """Return the conditions at these rows [M], which are computed as they are read too."""
+        return MadeValues(self._images, self._format, self._kind, self.factor, self._rows[rows])
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -44,7 +52,7 @@ class MadeValues:
 
         from unfog.values.kinds.made_conditions import fixed_draws, made_of
 
-        rows = np.arange(len(self))[key]
+        rows = self._rows[key]
         pixels, used = take_with_rows(self._images.pixels, rows)
         x0 = self._format.to_model(torch.from_numpy(np.ascontiguousarray(pixels)))
         made: NDArray[np.float32] = made_of(x0, self._kind, self.factor, lambda: fixed_draws(used.tolist())).numpy()

@@ -75,7 +75,7 @@ class LatentArrays(NamedTuple):
             part = slice(begin, begin + len(images))
             # An ImageSet says uint8 of its pixels, but neither it nor the stream looks at them.
             some = self.latents.rows(part) if isinstance(self.latents, FileRows) else self.latents[part]
-            latents, columns = cast(PixelArray, some), images.columns_of(self.rows[part])
+            latents, columns = cast(PixelArray, some), images.columns_at(self.rows[part])
             fingerprint = f"latents:{key}:{begin}"
             latent_sets.append(replace(images, pixels=latents, columns=columns, known_fingerprint=fingerprint))
             begin += len(images)
@@ -148,7 +148,7 @@ class EncodeJob(NamedTuple):
         return True
 
     def load_or_encode(self, key: str, progress: Progress) -> LatentArrays:
-        """Return the entry of a key, encoded now if there is none. `progress` is called with (images done, in all).
+        """Return the entry of a key, encoded now if it is missing. `progress` is called with (images done, in all).
 
         Raises:
             RequestError: the cache cannot be written, and the latents are too large for memory.
@@ -275,11 +275,17 @@ class Normalise:
 
         With `flip`, take the mirrored copy with probability 1/2, by the same random draw as `Augment` on pixels.
         """
-        latents = stored[:, 0]
+        return self.moving(stored)[:2]
+
+    def moving(self, stored: Tensor) -> tuple[Tensor, None, list[Callable[[Tensor, bool], Tensor]]]:
+        """Return the result of a call, and the moves that it made, as `Augment.moving` does."""
+        latents, moves = stored[:, 0], list[Callable[[Tensor, bool], Tensor]]()
         if self.flip:
             mirrored = draw_rows(len(stored), lambda n: torch.rand(n, device=stored.device)) < 0.5
-            latents = torch.where(mirrored.view(-1, 1, 1, 1), stored[:, 1], latents)
-        return self.forward(latents), None
+            places = mirrored.view(-1, 1, 1, 1)
+            latents = torch.where(places, stored[:, 1], latents)
+            moves.append(lambda x, smooth: torch.where(places, x.flip(3), x))
+        return self.forward(latents), None, moves
 
     def forward(self, latents: Tensor) -> Tensor:
         """Map latents [B, C, H, W] in the autoencoder's scale to x0."""

@@ -7,21 +7,25 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from keyword import iskeyword
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from unfog.config.schema import Config
 from unfog.errors import RequestError
 from unfog.export.network_inputs import NamedInputs
-from unfog.export.source_code import GIVEN_TEXT, network_source
+from unfog.export.source_code import EXPORTED, network_source
+from unfog.pipeline.given_images import read_pictures
 from unfog.text import sanitize
 from unfog.values.condition_format import TEXT, Given
 from unfog.values.condition_kinds import ColumnFacts, kind_of
+from unfog.values.image_format import CHANNELS, luma_weights
+from unfog.values.kinds.image_kinds import IMAGE_KINDS, MADE, image_columns
 from unfog.values.tokenizer import BYTES, tokenizer_of
 
-_KINDS = ("number", "category", "several", "vector", "text")
 _INPUTS = frozenset(("x", "c_noise", "label", "y"))
 # Arguments of our pipeline that a column of the same name cannot be.
 _ARGUMENTS = frozenset(
@@ -48,7 +52,7 @@ def check_conditions_map(config: Config) -> None:
             "this run reads texts with a pretrained encoder, which no format of an export holds; "
             "unfog.load(run).network has it, and a run without text_encoder.pretrained can be exported"
         )
-    if names := [sanitize(one.name) for one in config.columns if one.kind not in _KINDS]:
+    if names := [sanitize(one.name) for one in config.columns if one.kind not in EXPORTED]:
         raise RequestError(
             f"this run has conditions that no format of an export holds ({', '.join(names)}); the weights in "
             "RUN/checkpoints are safetensors, and unfog.load(run).network takes all conditions"
@@ -76,19 +80,27 @@ def source_of_network(config: Config, what: str, modules: Sequence[str] = ()) ->
     return network_source(what, config.network.model, has_named_inputs(config), modules, has_text)
 
 
-def reading_modules(config: Config) -> Sequence[str]:
-    """Return the modules that read what people ask for, each after those that it uses."""
-    return GIVEN_TEXT if config.conditions.text is not None else GIVEN_TEXT[1:2]
+def reading_modules(config: Config, values: str = "unfog.export.values_numpy") -> Sequence[str]:
+    """Return the modules that read what people ask for, each after those that it uses; `values` has value maps."""
+    names = ["unfog.export.given_values"]
+    if config.conditions.text is not None:
+        names = ["unfog.values.tokenizer", *names, "unfog.export.given_text"]
+    return [*names, values, "unfog.export.given_images"] if image_columns(config.columns) else names
 
 
 def describe_columns(config: Config) -> list[dict[str, Any]]:
-    """Return a description of each column for JSON: its facts, `inputs` of its layer, and `input`, its ONNX name."""
-    described = []
+    """Return a description of each column for JSON: its facts, `inputs` of its layer, and `input`, its ONNX name.
+
+    What is made of an image has the map of its values too, and `shares` of its channels in the brightness.
+    """
+    described, format = [], config.image_format
+    of_image = {"values": asdict(format.values), "shares": list(luma_weights(format.channels))}
     for one in config.columns:
         name = one.name
         while name in _INPUTS or (name != one.name and name in {each.name for each in config.columns}):
             name += "_"
-        described.append({**asdict(one), "inputs": one.inputs, "input": name})
+        more = of_image if one.kind in MADE else {}
+        described.append({**asdict(one), "inputs": one.inputs, "input": name, **more})
     return described
 
 
@@ -98,20 +110,29 @@ def condition_rows(model: dict[str, Any], kind: str) -> list[tuple[str, ...]]:
     for one in model["conditions"]:
         facts = ColumnFacts(one["name"], one["kind"], tuple(one["categories"]), tuple(one["statistics"]))
         values = kind_of(facts.kind).evidence(facts)
-        names = [] if facts.kind == TEXT else [sanitize(name) for name in facts.categories]
+        # The evidence of captions and masks has what it needs of their categories.
+        names = [] if facts.kind in (TEXT, *IMAGE_KINDS) else [sanitize(name) for name in facts.categories]
         if names:
             more = f", and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
             values = ("any of " if facts.kind == "several" else "") + ", ".join(names[:_SHOWN]) + more
         shape = {"number": "float32 [B]", "category": "int64 [B]", "several": f"float32 [B, {len(names)}]"}
         shape["text"] = f"int64 [B, {facts.statistics[-1]:g}]" if facts.kind == TEXT else ""
+        if facts.kind in IMAGE_KINDS:
+            shape[facts.kind] = f"float32 [B, {', '.join(map(str, IMAGE_KINDS[facts.kind].shape(facts)))}]"
         typed = shape.get(facts.kind, f"float32 [B, {len(facts.statistics) // 4}]")
         rows.append((one["name"], facts.kind, values, *([f"{one['input']}: {typed}"] if kind == "onnx" else [])))
     return rows
 
 
-def example_values(column: dict[str, Any], count: int) -> list[Any]:
+def example_values(column: dict[str, Any], count: int) -> Any:
     """Return values of a described column for images, as the network takes them; the second is open."""
     names, numbers = column["categories"], column["statistics"]
+    if column["kind"] in IMAGE_KINDS:
+        shape = (count, *map(int, numbers[:3]))
+        drawn = np.random.default_rng(1).random(shape, np.float32)
+        drawn = np.floor(drawn * len(names)) if names else 2 * drawn - 1
+        drawn[1:2] = np.nan
+        return drawn
     if column["kind"] == TEXT:
         vocabulary, length = map(int, numbers)
         return [[vocabulary - 1, *[-1] * (length - 1)], [-1] * length, [*range(97, 97 + length)]][:count]
@@ -129,15 +150,18 @@ def example_values(column: dict[str, Any], count: int) -> list[Any]:
 
 def example_given(config: Config) -> tuple[Given, dict[str, Any]]:
     """Return conditions of samples as Unfog has them, and columns in words for an export. Every second is open."""
-    words = {one.name: _word(one) for one in config.columns}
-    told = dict(config.conditions.usual)
+    words = {one.name: _word(config, one) for one in config.columns}
+    told, read = dict(config.conditions.usual), read_pictures(config, {name: [word] for name, word in words.items()}, 1)
     for one in config.columns:
-        told[one.name] = (kind_of(one.kind).parse(one, words[one.name]), *kind_of(one.kind).usual(one))
+        (word,) = cast(list[Any], read[one.name])
+        told[one.name] = (kind_of(one.kind).parse(one, word), *kind_of(one.kind).usual(one))
     return tuple(told.items()), {name: [word, None] for name, word in words.items()}
 
 
-def _word(one: ColumnFacts) -> Any:
+def _word(config: Config, one: ColumnFacts) -> Any:
     """Return a value of a column, as people give it."""
+    if one.kind in IMAGE_KINDS:
+        return example_picture(config, one)
     if one.kind == TEXT:
         return _caption(one)
     if one.categories:
@@ -145,6 +169,47 @@ def _word(one: ColumnFacts) -> Any:
     size = len(one.statistics) // 4
     usual = [float(f"{mean:.3g}") for mean in one.statistics[:size]]
     return usual[0] if one.kind == "number" else usual
+
+
+def example_picture(config: Config, one: ColumnFacts) -> NDArray[Any]:
+    """Return a picture for a condition that is an image, made of noise, as people give it: [H, W, C]."""
+    (channels, height, width), format = IMAGE_KINDS[one.kind].shape(one), config.image_format
+    rng = np.random.default_rng(0)
+    if one.kind == "mask":
+        names = rng.choice(one.categories, (height, width, 1))
+        if not names[0, 0, 0].startswith("#"):
+            return names.astype(np.uint16 if max(map(int, one.categories)) > 255 else np.uint8)
+        return np.array([[list(bytes.fromhex(name[1:])) for name in row] for row in names[..., 0].tolist()], np.uint8)
+    if one.kind == "image":
+        low, high = np.array(one.statistics[3:], np.float32).reshape(2, channels)
+        values = low + (high - low) * rng.random((height, width, channels), np.float32)
+        return values.round().astype(np.uint8) if _of_bytes(one) else values
+    factor = int(one.statistics[3]) if one.kind == "degrade" else 1
+    x0 = torch.from_numpy(rng.standard_normal((1, format.channels, height // factor, width // factor), np.float32) / 2)
+    stored = format.values.to_stored(x0)[0].permute(1, 2, 0).numpy()
+    if one.kind != "hole":
+        return stored
+    shown = np.full((height, width, 1), np.iinfo(stored.dtype).max if stored.dtype.kind in "ui" else 1, stored.dtype)
+    shown[: (height + 1) // 2, : (width + 1) // 2] = 0
+    return np.concatenate([stored, shown], 2)
+
+
+def _of_bytes(one: ColumnFacts) -> bool:
+    """Return True if a second image has values of bytes."""
+    return {*one.statistics[3 : 3 + int(one.statistics[0])]} == {0.0} and {*one.statistics[3:]} == {0.0, 255.0}
+
+
+def _word_in_code(config: Config, one: ColumnFacts) -> str:
+    """Return Python for a value of a column on a card: of an image the code that reads it from a file."""
+    if one.kind in IMAGE_KINDS:
+        file = json.dumps(sanitize(one.name).replace("/", "_").replace("\\", "_"), ensure_ascii=False)[1:-1]
+        channels = config.image_format.channels if one.kind in MADE else int(one.statistics[0])
+        picture = one.kind == "mask" or (_of_bytes(one) if one.kind == "image" else config.image_format.is_picture)
+        as_file = picture and channels in CHANNELS
+        return f'Image.open("{file}.png")' if as_file else f'np.load("{file}.npy")'
+    word = _word(config, one)
+    # A list is of several images, so a vector is a list in a list.
+    return json.dumps([word] if isinstance(word, list) else word, ensure_ascii=False)
 
 
 def _caption(one: ColumnFacts) -> str:
@@ -156,13 +221,10 @@ def _caption(one: ColumnFacts) -> str:
 
 
 def example_code(config: Config, as_arguments: bool = False) -> str:
-    """Return Python for a card that gives each condition a value: a dict, or arguments of a pipeline; "" for none."""
-    words = {one.name: _word(one) for one in config.columns}
-    if not words:
+    """Return Python for a card that gives each condition a value: a dict, or arguments of a pipeline; or ""."""
+    if not config.columns:
         return ""
-    # A list is of several images, so a vector is a list in a list.
-    lists = {name: [word] if isinstance(word, list) else word for name, word in words.items()}
-    shown = {name: json.dumps(word, ensure_ascii=False) for name, word in lists.items()}
+    shown = {one.name: _word_in_code(config, one) for one in config.columns}
     text = config.conditions.text.name if config.conditions.text else ""
     others = [name for name in shown if name != text]
     if as_arguments and not any(name in _ARGUMENTS or iskeyword(name) or not name.isidentifier() for name in others):

@@ -27,6 +27,7 @@ from unfog.inference.exports.conditions import describe_columns, has_named_input
 from unfog.inference.loaded_run import LoadedRun
 from unfog.models.settings import UNet
 from unfog.settings import is_auto
+from unfog.values.kinds.image_kinds import image_columns
 
 _VERSION = 1
 _TABLE = 20_000  # log SNRs that a denoiser has of a continuous schedule of timesteps
@@ -49,6 +50,7 @@ def describe_network(config: Config) -> dict[str, Any]:
         "null_label": len(classes) if classes else None,
         "conditions": describe_columns(config),
         "mask": config.data.has_unknown,
+        **({"image_factor": text.image_factor} if image_columns(config.columns) else {}),
         **({"text": {"layers": text.text_layers, "width": text.text_width}} if text.text else {}),
     }
 

@@ -132,12 +132,12 @@ def _check_network(source: WeightsSource, config: Config) -> None:
             remedy = "give its autoencoder: --autoencoder FOLDER"
             raise RequestError(f"the network in {folder} generates latents of {known} channels, and {given}; {remedy}")
         raise RequestError(f"the network in {folder} has {known} channel(s), and {given}; omit that setting")
-    here, there = ([one.identity for one in image_columns(each.columns)] for each in (config, source.config))
-    if here != there:
-        names = [", ".join(sanitize(one[0]) for one in each) or "none" for each in (here, there)]
+    here, there = (image_columns(each.columns) for each in (config, source.config))
+    if lost := [one.name for one in there if one.identity not in {each.identity for each in here}]:
         raise RequestError(
-            f"the images that are conditions of this run are {names[0]}, and those of {config.init.folder} are "
-            f"{names[1]}, which go into another first layer; give the same --condition, or omit --init"
+            f"the weights in {config.init.folder} were trained with {', '.join(map(sanitize, lost))}, an image as a "
+            "condition, and this run has no equal one; give the same --condition, to which others may be added, or "
+            "omit --init"
         )
     learned = config.diffusion.learned_variance
     if learned != (source.unet2d is None and source.config.diffusion.learned_variance):

@@ -31,6 +31,7 @@ from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import read_tensors
 from unfog.values.condition_kinds import ColumnFacts
 from unfog.values.image_format import CHANNELS, LEAST, Size, size_of
+from unfog.values.kinds.image_kinds import IMAGE_KINDS, image_columns
 
 _CLASS_SPREAD = 0.02  # scale of random differences between new class embeddings, as other networks draw their rows
 _ADDED = 16  # parameters that a network has beside those of the weights, at most
@@ -58,7 +59,7 @@ def _text(config: Config) -> tuple[object, ...] | None:
 
 def _embedded(config: Config) -> list[ColumnFacts]:
     """Return the columns that `ColumnEmbedding` embeds."""
-    return [one for one in config.columns if one != config.conditions.text]
+    return [one for one in config.columns if one != config.conditions.text and one.kind not in IMAGE_KINDS]
 
 
 class WeightsSource(NamedTuple):
@@ -110,7 +111,11 @@ class WeightsSource(NamedTuple):
         before = {name: state.pop(name) for name in columns if self._other_columns(config)}
         # A weight's shape may describe a far larger network than the weights are of, so shapes are compared first.
         with torch.device("meta"), limited_parameters(len(state) + _ADDED, self._misfit):
-            shapes = {name: tensor.shape for name, tensor in build_network(config).state_dict().items()}
+            network = build_network(config)
+        shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
+        images = []
+        if isinstance(network, ConditionalNetwork):
+            images = self._fit_images(state, shapes, f"{network.ends[0]}.weight", config)
         for name, shape in shapes.items():
             added = name == _CLASSES or (_is_optional(name) and name not in state)
             if not added and (name not in state or state[name].shape != shape):
@@ -119,7 +124,7 @@ class WeightsSource(NamedTuple):
             fresh = build_network(config).state_dict()
         new = [name for name in fresh if _is_optional(name) and name not in state]
         state |= {name: fresh[name] for name in new}
-        choices = _fit_classes(state, fresh, self.config.classes, config)
+        choices = images + _fit_classes(state, fresh, self.config.classes, config)
         if any(name.startswith(_COLUMNS) for name in new):
             theirs = _embedded(self.config)
             expected = len(fresh[_COLUMN_WEIGHT]), sum(one.inputs for one in theirs)
@@ -134,6 +139,40 @@ class WeightsSource(NamedTuple):
         if wrong:
             raise self._misfit(min(wrong))
         return state, choices
+
+    def _fit_images(
+        self, state: dict[str, Tensor], shapes: Mapping[str, torch.Size], layer: str, config: Config
+    ) -> list[Choice]:
+        """Add inputs of zero to the first layer in `state`, for images that the weights were trained without.
+
+        `shapes` are those of the network of the run, which has the images of the weights too.
+        """
+        theirs, ours = (image_columns(each.columns) for each in (self.config, config))
+        if not (new := [one for one in ours if one.identity not in {each.identity for each in theirs}]):
+            return []
+        before, shape = state.get(layer), shapes.get(layer)
+        # The inputs of a channel are side by side, in a patch too. Channels behind those of the images stay the last.
+        unit = getattr(config.network, "patch", 1) ** 2
+        first = config.input_shape[0] * (1 + config.data.has_unknown)
+        if before is None or shape is None or before.ndim != len(shape):
+            raise self._misfit(layer)
+        unit, first = unit * config.conditions.image_factor**2, unit * first
+        if before.shape[1] + unit * sum(one.inputs for one in new) != shape[1]:
+            raise self._misfit(layer)
+        wide = before.new_zeros(before.shape[0], shape[1], *before.shape[2:])
+        wide[:, :first] = before[:, :first]
+        old, places = first, _image_inputs(ours, first, unit)
+        for one in theirs:
+            size = unit * one.inputs
+            wide[:, places[one.name]] = before[:, old : old + size]
+            old += size
+        rest = before.shape[1] - old
+        wide[:, shape[1] - rest :] = before[:, old:]
+        state[layer] = wide
+        begin = "begins" if len(new) == 1 else "begin"
+        names = ", ".join(one.name for one in new)
+        reason = f"{names} {begin} at zero: the weights were trained without them, and the first outputs are as before"
+        return [Choice("images", ", ".join(one.name for one in ours), reason)]
 
     def _has_input(self, name: str, config: Config) -> bool:
         """Return False for a weight that embeds conditions if the run has none of this kind."""
@@ -227,6 +266,15 @@ def _settings_of(model: ForeignModel, diffusion: Diffusion, sampler: Sampler | N
 def _data_of(channels: int, size: Size) -> Data:
     """Return image settings that match the input of a network; with latents, size and channels stay open."""
     return replace(Data(), size=size, channels=channels) if channels in CHANNELS else Data()
+
+
+def _image_inputs(columns: Sequence[ColumnFacts], first: int, unit: int) -> dict[str, slice]:
+    """Return the inputs of the first layer by image: behind the `first` ones, `unit` of them a channel."""
+    places, end = dict[str, slice](), first
+    for one in columns:
+        places[one.name] = slice(end, end + unit * one.inputs)
+        end += unit * one.inputs
+    return places
 
 
 def _fit_columns(

@@ -76,7 +76,7 @@ class ImageKind(ConditionKind):
     def known(self, values: NDArray[Any]) -> NDArray[np.bool_]:
         import numpy as np
 
-        first = np.asarray(values[:, 0].reshape(len(values), -1))
+        first = np.asarray(values[:, 0].reshape(len(values), math.prod(values.shape[2:])))
         return np.asarray((first >= 0).any(1) if first.dtype.kind in "iu" else np.isfinite(first).any(1))
 
     def evidence(self, facts: ColumnFacts) -> str:
