@@ -10,7 +10,6 @@ from faults.harness import (
     assert_same,
     long_form,
     lost_steps,
-    made_once,
     resume,
     step_reached,
     steps_saved,
