@@ -111,6 +111,7 @@ class Figures:
     loss_loops: list[str] = field(default_factory=list)
     way: list[str] = field(default_factory=list)
     private: list[str] = field(default_factory=list)
+    reached: list[str] = field(default_factory=list)
     loop: str = ""
 
 
@@ -227,6 +228,7 @@ def measure(root: Path) -> Figures:
     figures.loop = f"{sum(len((source / file).read_text().splitlines()) for file in read):,} ({len(read)})"
     figures.way = way_of_the_learning_rate(root)
     figures.private = private_imports(root)
+    figures.reached = private_parts(root, set(trees))
     return figures
 
 
@@ -243,6 +245,26 @@ def private_imports(root: Path) -> list[str]:
                 names = [alias.name for alias in node.names if re.match(r"_(?!_)", alias.name)]
                 found += [f"{file.relative_to(root)}:{node.lineno}: {node.module}.{name}" for name in names]
     return found
+
+
+def private_parts(root: Path, modules: set[str]) -> list[str]:
+    """Return the private functions and classes that tests reach through their module, such as `module._part`.
+
+    A comment at the import of the module is the reason for all of them. Limits in capitals are left out: a test lowers
+    them to be quick.
+    """
+    found = set()
+    for file in sorted((root / "tests").rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        lines, tree, names = text.splitlines(), ast.parse(text), set[str]()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and "  # " not in lines[node.lineno - 1]:
+                names |= {one.asname or one.name for one in node.names if f"{node.module}.{one.name}" in modules}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names:
+                is_part = re.match(r"_[a-z]|_[A-Z]\w*[a-z]", node.attr) and "  # " not in lines[node.lineno - 1]
+                found |= {f"{file.relative_to(root)}: {node.value.id}.{node.attr}"} if is_part else set()
+    return sorted(found)
 
 
 def way_of_the_learning_rate(root: Path) -> list[str]:
@@ -282,6 +304,7 @@ ROWS: list[tuple[str, str, Callable[[Figures], object]]] = [
     ("modules from --lr to the optimizer", "12", lambda f: len(f.way)),
     ("to understand the loop: lines (files)", "900 (6)", lambda f: f.loop),
     ("private names of the package that tests import without a reason", "", lambda f: len(f.private)),
+    ("private parts that tests reach through their module without a reason", "", lambda f: len(f.reached)),
     ("comments per 100 lines of code", "6", lambda f: f"{100 * f.comments / f.code:.1f}"),
 ]
 
@@ -317,6 +340,7 @@ def main() -> None:
             "loss_loops",
             "way",
             "private",
+            "reached",
         ):
             print(f"## {title}", *getattr(here, title), sep="\n")
         sys.exit()

@@ -30,7 +30,7 @@ FIRST, LAST = 16, 8
 COLUMNS = 100
 # What `--quick` puts in place of lengths and counts, and adds to trainings.
 QUICK = (
-    (r"--(budget|images|steps) \S+", ""),
+    (r"--(budget|images|steps|batch) \S+", ""),
     (r"-n \d+", "-n 12"),
     (r"(unfog (?:train|train-autoencoder)) (\S+)", r"\1 \2 --steps 4 --batch 4 --device cpu"),
     (r"(unfog resume) (\S+)", r"\1 \2 --steps 6"),
@@ -92,8 +92,8 @@ def run(command: str, folder: Path) -> str:
 
 def recorded(command: str, folder: Path) -> str | None:
     """Return the messages of a training that is finished in the folder already; None of any other command."""
-    match = re.match(r"unfog train (\S+).*?(?:--out (\S+)|$)", command)
-    path = folder / (match[2] or f"runs/{Path(match[1]).name}") if match else folder
+    match = re.match(r"unfog train(-autoencoder)? (\S+).*?(?:--out (\S+)|$)", command)
+    path = folder / (match[3] or f"runs/{Path(match[2]).name}{match[1] or ''}") if match else folder
     log, state = path / "console.log", path / "heartbeat.json"
     if not match or not log.is_file() or '"finished"' not in state.read_text(encoding="utf-8"):
         return None

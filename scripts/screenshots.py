@@ -4,6 +4,10 @@
 
 serves that folder, opens it in a real Chromium, and writes docs/page-*.png. The newest run that is not running is shown
 alone and drawn from, and it and the next are compared. Needs `unfog[dev]` and Debian's chromium.
+
+    python scripts/screenshots.py doctor/photos/report.html docs/pictures/doctor.png
+
+takes the beginning of a page that a command wrote.
 """
 
 from __future__ import annotations
@@ -16,17 +20,17 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
-from browsers import WatchedPage, open_browser, serving, wait_for  # noqa: E402
+from browsers import WatchedPage, open_browser, serving  # noqa: E402
 
 LARGEST = 150_000  # bytes of each
 DESKTOP, PHONE = {"width": 1200, "height": 860}, {"width": 390, "height": 800}
 
 
-def save(page, name: str) -> None:
-    """Write what the page shows now, in as many colours as fit into LARGEST bytes."""
+def save(page, name: str | Path) -> None:
+    """Write what the page shows to a path or docs/page-NAME.png, in as many colours as fit into LARGEST bytes."""
     page.wait_for_timeout(1500)
     picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-    path = ROOT / "docs" / f"page-{name}.png"
+    path = name if isinstance(name, Path) else ROOT / "docs" / f"page-{name}.png"
     for colours in (256, 128, 64, 32):
         picture.quantize(colours, dither=Image.Dither.NONE).save(path, optimize=True)
         if path.stat().st_size < LARGEST:
@@ -34,8 +38,19 @@ def save(page, name: str) -> None:
     print(path, path.stat().st_size)
 
 
-def main() -> None:
-    with open_browser() as browser, serving(Path(sys.argv[1])) as (address, _):
+def shoot_file(file: Path, picture: Path) -> None:
+    """Write how a page on the disk begins."""
+    with open_browser() as browser:
+        page = WatchedPage(browser, viewport=DESKTOP, color_scheme="light").page
+        page.goto(file.resolve().as_uri())
+        height = page.evaluate("document.body.getBoundingClientRect().height")
+        page.set_viewport_size({**DESKTOP, "height": min(DESKTOP["height"], round(height))})
+        save(page, picture)
+
+
+def shoot_runs(folder: Path) -> None:
+    """Write the pictures of the page of runs."""
+    with open_browser() as browser, serving(folder) as (address, _):
         page = WatchedPage(browser, viewport={**DESKTOP, "height": 320}, color_scheme="light").page
         page.goto(address)
         page.wait_for_selector("table.runs tbody tr")
@@ -71,7 +86,7 @@ def draw(page, dark: bool) -> None:
     state = "document.querySelector('unfog-playground').job"
     page.wait_for_selector(".controls button.accent")
     page.click(".controls button.accent")
-    wait_for(lambda: page.evaluate(f"{state}?.state === 'done'"), 120)
+    page.wait_for_function(f"{state}?.state === 'done'")
     if not dark:
         page.focus(".scrub input")
         for _ in range(9):
@@ -88,9 +103,12 @@ def draw(page, dark: bool) -> None:
     page.mouse.up()
     before = page.evaluate(f"{state}.job")
     page.click(".controls button.accent")
-    wait_for(lambda: page.evaluate(f"{state}.job !== {before} && {state}.state === 'done'"), 120)
+    page.wait_for_function(f"{state}.job !== {before} && {state}.state === 'done'")
     page.evaluate("scrollTo(0, 0)")
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) == 3:
+        shoot_file(Path(sys.argv[1]), Path(sys.argv[2]))
+    else:
+        shoot_runs(Path(sys.argv[1]))

@@ -56,6 +56,35 @@ def convert(text: str, file: Path) -> str:
     return "".join(part if i % 2 else _LINK.sub(link, part) for i, part in enumerate(_FENCED.split(text)))
 
 
+def indent_lists(text: str) -> str:
+    """Return a text whose items of lists have their further lines at four columns, as Python-Markdown wants them.
+
+    Pages have them where the text of the item begins, as elsewhere. An item after one of several paragraphs gets the
+    empty line that it needs there.
+    """
+    lines: list[str] = []
+    columns: list[int] = []  # where the text of the open items begins
+    fence, shift, after_blank, paragraphs = "", 0, True, False
+    for line in text.splitlines():
+        bare = line.lstrip(" ")
+        indent = len(line) - len(bare)
+        if bare and not fence:
+            item, inside = re.match(r"(?:[-*]|\d+\.) +", bare), bool(columns)
+            # A line that only wraps its item stays in it, wherever it begins.
+            while columns and indent < columns[-1] and (after_blank or item):
+                columns.pop()
+            shift = max(0, 4 * len(columns) - columns[-1]) if columns and indent >= columns[-1] else 0
+            paragraphs = (paragraphs or (after_blank and not item)) and (bool(columns) or (inside and bool(item)))
+            if item:
+                lines += [""] * (paragraphs and not after_blank)
+                columns.append(indent + len(item[0]))
+        if bare.startswith("```"):
+            fence = "" if fence else "```"
+        lines.append(" " * shift + line if bare else line)
+        after_blank = not bare
+    return "\n".join(lines) + "\n"
+
+
 def write_pages() -> None:
     """Write all pages, and the pictures that they show."""
     shutil.rmtree(PAGES, ignore_errors=True)
@@ -63,7 +92,8 @@ def write_pages() -> None:
         page = PAGES / (page_of(file) or "")
         page.parent.mkdir(parents=True, exist_ok=True)
         if file.suffix == ".md":
-            page.write_text(convert(file.read_text(encoding="utf-8"), file), encoding="utf-8")
+            text = indent_lists(convert(file.read_text(encoding="utf-8"), file))
+            page.write_text(text, encoding="utf-8")
         else:
             shutil.copyfile(file, page)
 

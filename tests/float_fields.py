@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from conftest import TRANSFORMER
+from conftest import FEW_PICTURES, TRANSFORMER
 
 NEVER = {"every": -1}
 TINY: dict[str, Any] = {
@@ -13,8 +13,8 @@ TINY: dict[str, Any] = {
     "steps": 2,
     "batch": 4,
     "device": "cpu",
-    "preview": NEVER,
     "evaluate": NEVER,
+    **FEW_PICTURES,
 }
 _DRAWN = np.random.default_rng(0).normal(size=(24, 12, 16, 4))
 FIELDS = (_DRAWN * [1, 10, 100, 1000] + [0, 5, 100, -3000]).astype(np.float32)

@@ -136,7 +136,7 @@ def stored_source(
 
 
 def path_of(given: object, name: str = "path") -> str:
-    """Return a path as text. Raise RequestError if it is none."""
+    """Return a path as text. Raise RequestError if it is not a path."""
     from unfog.config.validate import path_text
 
     return path_text(given, name)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from unfog.checks.images.condition_checks import _Comparable, association, check_conditions
+from unfog.checks.images.condition_checks import Comparable, association, check_conditions
 from unfog.data.dataset import ImageSet
 from unfog.values.columns import Column
 
@@ -89,15 +89,15 @@ def test_subjects_that_are_in_training_and_held_out_are_said():
 
 
 def test_measures_of_association_are_those_of_their_definition():
-    numbers = _Comparable(AGE, False)
-    codes = _Comparable(DRAW.integers(0, 5, N + HELD).astype(np.float64), True)
+    numbers = Comparable(AGE, False)
+    codes = Comparable(DRAW.integers(0, 5, N + HELD).astype(np.float64), True)
     assert association(numbers, numbers) == pytest.approx(1)
     assert association(codes, codes) == pytest.approx(1, abs=1e-6)
     assert association(numbers, codes) < 0.15
-    assert association(codes, _Comparable(DRAW.integers(0, 100, N + HELD).astype(np.float64), True)) < 0.15
+    assert association(codes, Comparable(DRAW.integers(0, 100, N + HELD).astype(np.float64), True)) < 0.15
     # Of 200 groups of 2 or 3 images, the ratio without adjustment would be 0.6.
-    assert association(_Comparable(DRAW.integers(0, 200, N + HELD).astype(np.float64), True), numbers) < 0.3
-    hidden = _Comparable(np.where(np.arange(N + HELD) < 10, AGE, np.nan), False)
+    assert association(Comparable(DRAW.integers(0, 200, N + HELD).astype(np.float64), True), numbers) < 0.3
+    hidden = Comparable(np.where(np.arange(N + HELD) < 10, AGE, np.nan), False)
     assert association(hidden, numbers) == 0, "too few images"
 
 

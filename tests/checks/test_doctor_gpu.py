@@ -8,7 +8,7 @@ import torch
 from torch import _dynamo as dynamo
 
 import unfog
-from unfog.checks import gpu_checks
+from unfog.checks import gpu_checks  # each check is given tensors of its own
 from unfog.checks.gpu_checks import StepChecks, check_gpu
 from unfog.cli.main import main
 from unfog.config.presets import preset

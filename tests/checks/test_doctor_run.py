@@ -55,7 +55,12 @@ def _one_cache(cache, monkeypatch):
 @pytest.fixture(scope="module")
 def trained(photos, tmp_path_factory):
     settings = {"network": SMALL, "device": "cpu", "precision": "fp32", "batch": 16, "steps": STEPS, "lr": 6e-3}
-    rest = {"log": {"every": 5}, "preview": {"every": -1}, "sampler": {"steps": 8}, "data": {"held_out": 0.2}}
+    rest = {
+        "log": {"every": 5},
+        "preview": {"every": -1, "images": 1},
+        "sampler": {"steps": 8},
+        "data": {"held_out": 0.2},
+    }
     rest |= {"evaluate": {"every": 20, "levels": 8}, "checkpoint": {"every": 40}}
     return unfog.train(photos, out=tmp_path_factory.mktemp("run") / "run", **settings, **rest).path
 

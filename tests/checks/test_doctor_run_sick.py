@@ -22,7 +22,12 @@ ONE_LEVEL = "unet:channels=16,attention=0,mid_attention=0,norm_groups=4"
 
 def train(source, out, **settings):
     usual = {"network": ONE_LEVEL, "device": "cpu", "precision": "fp32", "batch": 32, "lr": 6e-3, "size": 16}
-    rest = {"log": {"every": 5}, "preview": {"every": -1}, "evaluate": {"every": -1}, "sampler": {"steps": 12}}
+    rest = {
+        "log": {"every": 5},
+        "preview": {"every": -1, "images": 1},
+        "evaluate": {"every": -1},
+        "sampler": {"steps": 12},
+    }
     return unfog.train(source, out=out, **(usual | rest | settings)).path
 
 

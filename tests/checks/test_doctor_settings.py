@@ -13,8 +13,8 @@ import torch
 import unfog.data.augmentation
 from conftest import NETWORK
 from unfog.checks.run.run_checks import _usual_learning_rate  # each rule is given its numbers
-from unfog.checks.settings import learning_rate_checks as rate_checks
-from unfog.checks.settings import machine_checks as machine
+from unfog.checks.settings import learning_rate_checks as rate_checks  # each rule is given its numbers
+from unfog.checks.settings import machine_checks as machine  # its parts are given machines that are not there
 from unfog.checks.settings import overfit_one_batch as overfitting
 from unfog.checks.settings.learning_rate_checks import (  # each rule is given its numbers
     _ema_half_window,

@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from PIL import Image
 
 import unfog
 from command import exit_status
-from conftest import TRANSFORMER
+from conftest import TRANSFORMER, few_images
 from forked import Forked
 
 pytestmark = pytest.mark.slow
@@ -128,9 +127,9 @@ def test_what_is_asked_for_twice_or_wrongly_is_said(command, photos, tmp_path, c
 
 
 def test_a_search_that_is_stopped_leaves_nothing(tmp_path):
-    words = ["find-lr", "fashion", "--out", tmp_path / "lr", "--seconds", "60", "--network", "tiny"]
+    words = ["find-lr", few_images(), "--out", tmp_path / "lr", "--seconds", "60", "--network", TRANSFORMER]
     process = Forked(words, stderr=subprocess.PIPE)
-    time.sleep(3)
+    assert any("learning-rate ramp" in line for line in process.stderr)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=300)
     assert process.returncode == 130, said

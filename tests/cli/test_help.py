@@ -237,6 +237,35 @@ def test_words_of_other_trainers_are_explained_and_are_flags_that_are_answered(s
     assert WORDS[word] in said("train", "fashion", flag, "1", status=2)
 
 
+# Flags of the training scripts of diffusers, EDM and denoising-diffusion-pytorch, and a word of the answer.
+FLAGS = {
+    "--train_batch_size": "--batch?", "--learning_rate": "--lr?", "--resolution": "--size?",
+    "--center_crop": "--aspect", "--random_flip": "--flip?", "--max_train_steps": "--steps?",
+    "--checkpointing_steps": "--checkpoint.every?", "--resume_from_checkpoint": "unfog resume",
+    "--enable_xformers_memory_efficient_attention": "no setting", "--allow_tf32": "--precision",
+    "--report_to": "--log.sinks", "--lr_scheduler": "--optimizer.schedule?",
+    "--lr_warmup_steps": "--optimizer.warmup?", "--use_ema": "--ema", "--noise_offset": "zero_terminal",
+    "--dataset_name": "hf:NAME", "--train_data_dir": "FOLDER", "--output_dir": "--out?",
+    "--adam_beta1": "--optimizer.betas", "--use_8bit_adam": "custom:path", "--ema_max_decay": "--ema",
+    "--ddpm_num_steps": "linear:steps", "--ddpm_beta_schedule": "--schedule?",
+    "--checkpoints_total_limit": "--checkpoint.keep", "--hub_token": "HF_TOKEN", "--outdir": "--out?",
+    "--batch-gpu": "--microbatch", "--cbase": "--network", "--arch": "--network", "--xflip": "--flip?",
+    "--ls": "--precision", "--bench": "--training.deterministic", "--tick": "--log.every",
+    "--snap": "--checkpoint.every", "--transfer": "--init", "--train_num_steps": "--steps?", "--train_lr": "--lr?",
+    "--dim_mults": "--network", "--gradient_accumulate_every": "--microbatch",
+    "--save_and_sample_every": "--preview.every", "--gpus": "torchrun", "--local_rank": "torchrun",
+    "--deepspeed": "--training.shard", "--beta_start": "beta_start=", "--num_classes": "Sub-folders",
+    "--scheduler": "--sampler", "--num_samples": "unfog sample", "--cuda": "--device", "--name": "--out",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags_of_other_training_scripts_are_answered(said, flag):
+    answer = said("train", "fashion", flag, "1", status=2)
+    assert f"{flag} is not a flag of unfog train; " in answer
+    assert FLAGS[flag].lower() in answer.lower().partition(" is not a flag of unfog train; ")[2]
+
+
 # Concepts of a tutorial, as a student writes them, and a word of the answer.
 CONCEPTS = {
     "EMA": "power:width", "GradScaler": "--precision", "warm-up": "5%", "clipping": "training.clip",

@@ -24,7 +24,7 @@ from unfog.diffusion.objective import Objective
 from unfog.diffusion.target import Eps
 from unfog.errors import Interrupted, RequestError
 from unfog.models.network_settings import build_model
-from unfog.planning import lr_range_test as lr_range
+from unfog.planning import lr_range_test as lr_range  # its parts: a whole test takes minutes
 from unfog.planning.lr_range_test import (  # the ramp is given losses of known shape
     _LOWEST,
     _RAMP,

@@ -25,7 +25,7 @@ from unfog.models.network_settings import take_conditions
 from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel
 from unfog.pipeline.build import build_network
-from unfog.planning import auto_settings, disk, timing
+from unfog.planning import auto_settings, disk, timing  # the timer is given a clock
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.disk import condition_bytes
 from unfog.planning.flops import GB, Device, NetworkCost, TimeRange

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import select
 import shutil
 import socket
@@ -78,6 +79,35 @@ def test_json_has_numbers_and_null(tmp_path, capsys):
     assert a["bytes"] > 0
     assert 0 <= a["age_seconds"] < 60
     assert (b["state"], b["step"], b["steps"], b["best"], b["seconds_left"]) == ("not begun", 0, None, None, None)
+
+
+def test_prometheus_reads_the_numbers_that_json_has(tmp_path, capsys):
+    run_folder(tmp_path / 'a "quoted"\\\nname')
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "config.toml").write_text("")
+    assert exit_status("runs", tmp_path, "--json") == 0
+    listed = {one["run"]: one for one in json.loads(capsys.readouterr().out)}
+    assert exit_status("runs", tmp_path, "--prometheus", "--finished") == 3
+    samples, declared = {}, []
+    for line in capsys.readouterr().out.splitlines():
+        if line.startswith("# "):
+            declared.append(line.split()[2])
+            continue
+        # The grammar of prometheus.io for a sample: name{label="value",…} number.
+        name, labels, value = re.fullmatch(r'(\w+)\{((?:\w+="(?:[^"\\\n]|\\["\\n])*",?)+)\} (\S+)', line).groups()
+        assert declared[-2:] == [name, name]
+        found = dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', labels))
+        run = re.sub(r"\\(.)", lambda one: {"n": "\n"}.get(one[1], one[1]), found.pop("run"))
+        samples[name, run, *found.values()] = float(value)
+    for run, one in listed.items():
+        assert samples["unfog_run_step", run] == one["step"]
+        assert samples["unfog_run_state", run, one["state"]] == 1
+        assert sum(value for (name, of, *_), value in samples.items() if (name, of) == ("unfog_run_state", run)) == 1
+        if one["best"] is None:
+            assert not any(name == "unfog_run_best" and of == run for name, of, *_ in samples)
+        else:
+            assert samples["unfog_run_best", run, "held_out_loss"] == one["best"]
+    assert exit_status("runs", tmp_path, "--prometheus", "--json") == 2
 
 
 @pytest.mark.parametrize(("metric", "best"), [("kid", 0.1), ("precision", 0.3)])

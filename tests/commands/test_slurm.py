@@ -1,6 +1,7 @@
 """`unfog slurm`: the file that it writes, as bash reads it and as a cluster of stand-ins runs it."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -97,6 +98,25 @@ def test_bash_reads_what_is_written(here, words, run):
     assert (Path(place).name, command) == (run, "train")
     assert rest[rest.index("--out") + 1] == place
     assert not (here / "owned").exists()
+
+
+def test_a_container_has_the_folder_of_the_images_however_they_are_named(here):
+    other = here.parent / f"{here.name} images"
+    (other / "cells").mkdir(parents=True)
+    (other / "a.zarr/deep").mkdir(parents=True)
+    for name in ("a.h5", "a.zarr/.zgroup", "cells/0.tif", "0.tar", "1.tar"):
+        (other / name).write_bytes(b"")
+    for source, place in {
+        f"{other}/a.h5:deep/x": other,
+        f"{other}/a.zarr:deep/x": other / "a.zarr",
+        f"tiff:{other}/cells": other / "cells",
+        f"{other}/{{0..1}}.tar": other,
+        f"{other}/cells": other / "cells",
+        "fashion": None,
+    }.items():
+        script = batch_script(SlurmRequest(command=("train",), run=here / "run", source=source, container="a.sif"))
+        bound = shlex.split(script.partition("--bind ")[2])[0].split(",")
+        assert bound == sorted(str(one) for one in (here, place) if one), source
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import unfog
-from conftest import TRANSFORMER
+from conftest import FEW_PICTURES, TRANSFORMER
 from launches import (
     AGENT,
     TORCHRUN,
@@ -73,7 +73,7 @@ class Lines:
     def close(self):
         self.file.close()
 """
-SETTINGS = {"size": 8, "steps": 2, "batch": 4, "lr": 1e-3}
+SETTINGS = {"size": 8, "steps": 2, "batch": 4, "lr": 1e-3, "preview": FEW_PICTURES["preview"]}
 
 
 @pytest.fixture

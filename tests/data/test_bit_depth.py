@@ -476,6 +476,7 @@ def test_images_beyond_the_range_of_the_others_are_named_and_the_remedy_works() 
         assert abs(float(prepared(stored(cut)).train.pixels.mean()) - 127.5) < 5
 
 
+@pytest.mark.slow
 def test_tables_and_arrays_of_objects_are_read_by_their_images(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     images = [np.array(image) for image in RNG.integers(0, 256, (8, 16, 16, 3), np.uint8)]

@@ -448,6 +448,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         place.mkdir(parents=True, exist_ok=True)
         ellipse(width, height, (i, 255 - i, 2 * i % 255)).save(place / f"{i:03d}.png")
     settings = {"preview.every": 3, "evaluate.every": 3, "checkpoint.every": 3, "microbatch": 3}
+    settings |= {"preview.images": 3, "sampler.steps": 2}
     unfog.train(folder / "images", out=folder / "run", steps=6, **TINY, **settings)
     return folder / "run"
 

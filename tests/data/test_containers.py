@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 import unfog
-from conftest import TRANSFORMER
+from conftest import QUIET, TRANSFORMER
 from unfog.cli.main import main
 from unfog.data.containers import netcdf3
 from unfog.data.prepare import prepare
@@ -544,7 +544,6 @@ def test_a_missing_library_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         open_source(f"{tmp_path}/{name}:x" if name == "a.h5" else tmp_path / name)
 
 
-QUIET = ["--preview.every", "-1", "--evaluate.every", "-1"]
 TINY = ["--network", TRANSFORMER, "--batch", "4", "--steps", "2", "--device", "cpu", *QUIET]
 
 

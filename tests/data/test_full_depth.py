@@ -29,7 +29,7 @@ from unfog.errors import RequestError
 from unfog.evaluation.value_metrics import VALUE_METRICS
 from unfog.inference.compare_images import Comparison
 from unfog.pipeline.generate import sample_grid, view_grid
-from unfog.pipeline.load_data import _warn_of_no_effect
+from unfog.pipeline.load_data import _warn_of_no_effect  # else each case makes a cache
 from unfog.pipeline.pack import pack
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.report import write_report

@@ -26,7 +26,8 @@ def photos(tmp_path_factory) -> Path:
         (photos / "ab"[i % 2]).mkdir(exist_ok=True)
         pixels = np.random.default_rng(i).integers(0, 256, (16, 16, 3), np.uint8)
         Image.fromarray(pixels).save(photos / "ab"[i % 2] / f"{i:06}.png")  # named as Unfog's own are
-    run = unfog.train(photos, out=photos / "run", network=TRANSFORMER, size=16, steps=1, batch=4, device="cpu")
+    settings = {"network": TRANSFORMER, "size": 16, "steps": 1, "batch": 4, "device": "cpu", "sampler": {"steps": 2}}
+    run = unfog.train(photos, out=photos / "run", **settings)
     run.export(photos / "export")
     from unfog.cli.main import main
 

@@ -7,7 +7,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -142,7 +141,7 @@ def test_killed_again_and_again_it_comes_out_the_same(
     out, journal, kills = tmp_path / "out", tmp_path / "out/journal.jsonl", 0
     rng, lines = np.random.default_rng(1), 0
     while not (out / "pack.json").exists():
-        process = subprocess.Popen([sys.executable, "-c", KILLED, photos, out], stdout=subprocess.PIPE)
+        process = Forked([photos, out], KILLED, stdout=subprocess.PIPE)
         assert process.stdout is not None
         process.stdout.readline()
         wanted = lines + rng.integers(2, 6)
@@ -446,7 +445,7 @@ def test_such_labels_are_refused_at_another_size_too(made: Path, tmp_path: Path,
     labels = np.load(forged / "labels.npy")
     labels[3] = label
     np.save(forged / "labels.npy", labels)
-    with pytest.raises(RequestError, match="a label that is none of its 2 classes"):
+    with pytest.raises(RequestError, match="a label that is not one of its 2 classes"):
         prepare(PackSource(forged, "forged"), Data(size=8, cache=cache))
 
 

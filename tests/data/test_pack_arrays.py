@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 import unfog
-from conftest import TRANSFORMER
+from conftest import FEW_PICTURES, TRANSFORMER
 from hostile import npy
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
@@ -140,7 +140,7 @@ def test_classes_of_numbers_are_in_their_order() -> None:
 
 @pytest.mark.slow
 def test_an_array_is_trained_on_and_a_run_of_it_resumed(tmp_path: Path) -> None:
-    settings = {"steps": 1, "batch": 4, "network": TRANSFORMER, "precision": "fp32", "sampler": {"steps": 2}}
+    settings = {"steps": 1, "batch": 4, "network": TRANSFORMER, "precision": "fp32"} | FEW_PICTURES
     run = unfog.train(RGB, labels=[0, 1] * 6, out=tmp_path / "run", **settings)
     assert run.classes == ("0", "1")
     assert unfog.resume(tmp_path / "run", steps=2).checkpoint.step == 2

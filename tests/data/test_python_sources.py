@@ -302,3 +302,69 @@ def test_an_array_that_is_computed_is_read_where_memory_suffices() -> None:
     assert StoredImages.store(Computed(values, values.nbytes)) == StoredImages.store(values)
     with pytest.raises(RequestError, match=r"the Computed has 1,000\.0 GB.*FILE\.zarr:VARIABLE"):
         StoredImages.store(Computed(values, 10**12))
+
+
+VALUES = np.random.default_rng(1).normal(size=(6, 8, 10, 4)).astype("f4")  # of which no two axes are alike
+
+
+class Exported:
+    """An array with the protocol of DLPack alone."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self._tensor = torch.from_numpy(values)
+        self.__dlpack_device__ = self._tensor.__dlpack_device__
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._tensor.__dlpack__(**options)
+
+
+class Distant(Exported):
+    """One in the memory of a GPU."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise BufferError("unsupported device")
+
+
+class Fields(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return len(VALUES)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return torch.from_numpy(VALUES[i]).permute(2, 0, 1), i % 2
+
+
+def of_package(name: str, function: str) -> Any:
+    """Return VALUES as an array of a package. Skips the test without it."""
+    return getattr(pytest.importorskip(name), function)(VALUES)
+
+
+def chunked() -> Any:
+    pytest.importorskip("dask.array")
+    array = pytest.importorskip("xarray").DataArray(VALUES, dims=("time", "y", "x", "band")).chunk(time=2)
+    return array.transpose("band", "x", "time", "y")
+
+
+OF_PACKAGES = {
+    "dask": lambda: of_package("dask.array", "from_array"),
+    "jax": lambda: of_package("jax.numpy", "asarray"),
+    "list of jax": lambda: list(of_package("jax.numpy", "asarray")),
+    "xarray of dask": chunked,
+    "dlpack": lambda: Exported(VALUES),
+    "list of dlpack": lambda: [Exported(image) for image in VALUES],
+    "torch": Fields,
+    "sparse": lambda: torch.from_numpy(VALUES).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("make", OF_PACKAGES.values(), ids=OF_PACKAGES)
+def test_arrays_of_any_package_keep_their_values(make: Any) -> None:
+    source = open_source(StoredImages.store(make(), storing=Storing.of(Data())))
+    assert np.array_equal(np.stack([source.read(i) for i in range(6)]), VALUES)
+
+
+def test_an_array_out_of_reach_is_refused_and_half_precision_is_read() -> None:
+    with pytest.raises(RequestError, match=r"the Distant .*unsupported device; copy it to the memory of the host"):
+        StoredImages.store(Distant(VALUES))
+    half = VALUES.astype(pytest.importorskip("ml_dtypes").bfloat16)
+    source = open_source(StoredImages.store(half, storing=Storing(keeps=True)))
+    assert np.array_equal(source.read(3), half[3].astype("f4"))

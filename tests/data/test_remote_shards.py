@@ -4,8 +4,6 @@ import json
 import re
 import resource
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +15,8 @@ import pytest
 import torch
 
 import unfog
-from conftest import TRANSFORMER
+from conftest import FEW_PICTURES, TRANSFORMER
+from forked import Forked
 from shard_server import EACH, SHARDS, Server, png, serving, shard
 from unfog.data import decode_pool as bulk
 from unfog.data import stream as ahead
@@ -324,7 +323,7 @@ assert found > 100 and not cache.error, (found, cache.error)
 
 
 def test_processes_share_it(tmp_path: Path) -> None:
-    running = [subprocess.Popen([sys.executable, "-c", SEVERAL, str(tmp_path), str(k)]) for k in range(3)]
+    running = [Forked([tmp_path, k], SEVERAL) for k in range(3)]
     assert [one.wait() for one in running] == [0, 0, 0]
     assert taken(tmp_path) <= 2**22 * 1.2
 
@@ -513,7 +512,7 @@ SETTINGS = {
     "device": "cpu",
     "precision": "fp32",
     "data": {"cache": "none", "lost_shards": 0.2, "held_out": 0},
-    "preview": {"every": -1},
+    **FEW_PICTURES,
     "evaluate": {"every": -1},
     "checkpoint": {"every": 2},
 }

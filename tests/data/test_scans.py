@@ -17,12 +17,13 @@ import pytest
 from PIL import Image
 
 import unfog
-from conftest import TRANSFORMER
+from conftest import QUIET, TRANSFORMER
 from test_docs import commands
 from unfog.cli.main import main
 from unfog.data.columns.conditions import with_conditions
 from unfog.data.packs.pack import Pack
 from unfog.data.prepare import prepare
+from unfog.data.scans.write import sample_format
 from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, Source
 from unfog.data.sources.registry import locate, open_source
@@ -107,7 +108,7 @@ def test_a_folder_of_stacks_is_a_source_of_its_images(kind: str, tmp_path: Path)
 @pytest.mark.parametrize("kind", ["tiff", "nifti", "dicom", "fits"])
 def test_samples_have_the_format_of_the_source_and_runs_resume(kind: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    short = ["--steps", "2", "--batch", "4", "--device", "cpu", "--preview.every", "-1", "--evaluate.every", "-1"]
+    short = ["--steps", "2", "--batch", "4", "--device", "cpu", *QUIET]
     place = make(kind, tmp_path / "scans")
     command("train", place, "--out", run, "--network", TRANSFORMER, "--size", 12, *short)
     assert f'source = "{kind}:{place}"' in (run / "config.toml").read_text()
@@ -220,10 +221,21 @@ def test_cuts_that_are_none_are_refused(tmp_path: Path) -> None:
         prepare(open_source(pack, slices="sagittal"), Data(slices="sagittal"))
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("kind", ["tiff", "fits", "nifti"])
+def test_a_sample_is_read_back_as_it_was(kind: str, channels: int, tmp_path: Path) -> None:
+    sample = RNG.normal(0, 100, (10, 14, channels)).astype(np.float32)
+    suffix, encode = sample_format(f"{kind}:{tmp_path}")
+    (tmp_path / f"a{suffix}").write_bytes(encode(sample))
+    axes = {"fits": "NCHW", "nifti": "NHWC"}.get(kind, "auto")
+    source = open_source(f"{kind}:{tmp_path}", axes=axes)
+    assert np.array_equal(images(source), sample[None])
+
+
 @pytest.mark.slow
 def test_samples_of_other_cuts_lie_in_their_plane(tmp_path: Path) -> None:
     run, place = tmp_path / "run", make("nifti", tmp_path / "scans")
-    short = ["--steps", "2", "--batch", "4", "--device", "cpu", "--preview.every", "-1", "--evaluate.every", "-1"]
+    short = ["--steps", "2", "--batch", "4", "--device", "cpu", *QUIET]
     slices = ["--data.slices", "coronal+1"]
     command("train", place, "--out", run, "--network", TRANSFORMER, "--size", "16x4", *slices, *short)
     command("resume", run, "--steps", 3)

@@ -458,7 +458,8 @@ def test_train_with_a_relative_table_and_resume_from_elsewhere(
         "network": TRANSFORMER,
         "device": "cpu",
         "precision": "fp32",
-        "preview": {"every": 0},
+        "preview": {"every": 0, "images": 1},
+        "sampler": {"steps": 2},
     }
     run = unfog.train("photos", out="run", steps=2, data={"labels": "kinds.csv"}, **settings)
     assert tuple(run.classes) == ("cat", "dog")

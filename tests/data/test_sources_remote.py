@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 import unfog
-from conftest import TRANSFORMER
+from conftest import FEW_PICTURES, TRANSFORMER
 from unfog.config.validate import check_source
 from unfog.data import decode_pool as bulk
 from unfog.data.decode import decode
@@ -159,7 +159,8 @@ def test_train_from_s3_and_resume(tmp_path: Path, capfd: pytest.CaptureFixture[s
         "network": TRANSFORMER,
         "device": "cpu",
         "precision": "fp32",
-        "preview": {"every": 0},
+        "preview": {"every": 0, "images": 1},
+        "sampler": {"steps": 2},
     }
     run = unfog.train(url, out=tmp_path / "run", steps=2, **settings)
     assert "20 images in 2 classes; 20 used" in capfd.readouterr().err
@@ -317,7 +318,14 @@ def test_what_a_url_opens_with_is_in_the_settings_alone(
     web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"{web}/sets/set-{{000..002}}.tar?signature=SECRET".replace("http://", "http://me:SECRET@")
-    settings = {"size": 8, "batch": 4, "network": TRANSFORMER, "steps": 1, "device": "cpu", "precision": "fp32"}
+    settings = {
+        "size": 8,
+        "batch": 4,
+        "network": TRANSFORMER,
+        "steps": 1,
+        "device": "cpu",
+        "precision": "fp32",
+    } | FEW_PICTURES
     run, pack = tmp_path / "run", tmp_path / "pack"
     unfog.train(url, out=run, **settings)
     assert (run / "config.toml").stat().st_mode & 0o077 == 0

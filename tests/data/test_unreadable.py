@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import unfog
-from conftest import TRANSFORMER
+from conftest import FEW_PICTURES, TRANSFORMER
 from test_checkpoint import trained, write
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError, RunError
@@ -113,7 +113,7 @@ def test_a_roll_back_says_which_damaged_checkpoint_it_passes_over(tmp_path, monk
 
     monkeypatch.setattr(Objective, "__call__", disturbed)
     images = np.random.default_rng(0).integers(0, 256, (16, 8, 8), np.uint8)
-    settings = {"training": {"patience": 2}, "checkpoint": {"every": 8}, "preview": {"every": -1}}
+    settings = {"training": {"patience": 2}, "checkpoint": {"every": 8}, **FEW_PICTURES}
     unfog.train(images, out=run, steps=20, batch=8, network=TRANSFORMER, device="cpu", **settings)
     back, *_ = (event for event in read_events(run / "events.jsonl") if event["kind"] == "rolled_back")
     passed, *_ = (event for event in read_events(run / "events.jsonl") if event["kind"] == "passed_over")

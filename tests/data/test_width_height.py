@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import unfog
-from conftest import TRANSFORMER
+from conftest import FEW_PICTURES, QUIET, TRANSFORMER
 from launches import AGENT, ended, forked, output, weights  # noqa: F401 (fixture)
 from shard_server import serving
 from unfog.checks.images.dataset_checks import short_sides, size_with_short_side
@@ -407,7 +407,7 @@ SETTINGS: dict[str, Any] = {
     "sampler": {"steps": 2},
 }
 
-BARE = SETTINGS | {"preview": {"every": -1}, "evaluate": {"every": -1}}
+BARE = SETTINGS | {"evaluate": {"every": -1}} | FEW_PICTURES
 
 
 @pytest.fixture(scope="module")
@@ -474,7 +474,7 @@ def test_a_run_on_wide_images_is_tuned_and_measured_in_bits_and_its_rate_found(r
 def test_two_processes_train_on_wide_images_as_one(photos, tmp_path):
     unfog.train(photos, out=tmp_path / "one", **BARE)
     words = [f"--{name}={BARE[name]}" for name in ("network", "precision", "device", "batch", "steps", "size")]
-    words += ["--data.held-out", "0.2", "--preview.every", "-1", "--evaluate.every", "-1"]
+    words += ["--data.held-out", "0.2", *QUIET]
     output(
         forked(
             [2, 0, Path(unfog.__file__).with_name("__main__.py"), "train", photos, "--out", tmp_path / "two", *words],
@@ -538,5 +538,5 @@ def test_a_plan_and_the_doctor_take_wide_images(photos):
     findings = {one.code: one for one in unfog.doctor(photos, **words)}
     assert "24x16" in findings["data.sizes"].evidence
     assert findings["data.crop"].evidence == "the images are of the shape of 24x16"
-    findings = {one.code: one for one in unfog.doctor(photos, **words | {"size": "16x24"})}
+    findings = {one.code: one for one in unfog.doctor(photos, quick=True, **words | {"size": "16x24"})}
     assert "crop those to the shape of 16x24" in findings["data.crop"].remedy

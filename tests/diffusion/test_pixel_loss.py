@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import unfog
+from conftest import FEW_PICTURES, TRANSFORMER, few_images
 from unfog import custom
 from unfog.config.resume_rules import settings_digests
 from unfog.config.schema import Config
@@ -52,12 +53,12 @@ class Blurred(nn.Module):
 """
 SETTINGS: dict[str, Any] = {
     "size": 16,
-    "network": "tiny",
+    "network": TRANSFORMER,
     "batch": 4,
     "microbatch": 3,
     "device": "cpu",
-    "preview": {"every": -1},
     "evaluate": {"every": -1},
+    **FEW_PICTURES,
 }
 
 
@@ -143,6 +144,7 @@ def test_the_held_out_loss_is_in_the_chosen_error_and_that_of_the_noise_squared(
     assert (loss <= squared.sqrt() * 1.0001).all()
 
 
+@pytest.mark.slow
 def test_the_error_compiles_without_a_graph_break():
     compiled = partial(torch.compile, backend="aot_eager", fullgraph=True, dynamic=False)
     for loss in (PseudoHuber(0.1), AbsoluteError()):
@@ -217,7 +219,7 @@ def test_a_registered_loss_has_a_name(monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_trains_with_an_own_loss_and_a_resume_refuses_another(mine, tmp_path):
-    run = unfog.train("fashion", out=tmp_path / "run", steps=2, loss=f"{mine}cubed,power=2.5", **SETTINGS)
+    run = unfog.train(few_images(), out=tmp_path / "run", steps=2, loss=f"{mine}cubed,power=2.5", **SETTINGS)
     assert "losses_of_mine.cubed" in (run.path / "config.toml").read_text()
     assert unfog.resume(run.path, steps=3).sample(1, seed=0).shape[0] == 1
     with pytest.raises(RequestError, match="--force"):

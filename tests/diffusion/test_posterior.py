@@ -51,6 +51,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_draws_have_the_mean_and_covariance_of_the_known_posterior(case):
     path, schedule, kind, noise, affine = case

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unfog.errors import RequestError
-from unfog.evaluation import pixel_metrics as detail
+from unfog.evaluation import pixel_metrics as detail  # parts of a sum that have closed forms
 from unfog.evaluation.pixel_metrics import band_powers, compare_detail, compare_pixels, radial_spectrum
 
 

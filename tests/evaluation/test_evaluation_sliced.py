@@ -10,7 +10,7 @@ from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
-from unfog.evaluation import pixel_metrics as sliced
+from unfog.evaluation import pixel_metrics as sliced  # levels of the pyramid have closed forms
 from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import compare_features
 from unfog.evaluation.pixel_metrics import (  # distances by level, of which the metric is the mean

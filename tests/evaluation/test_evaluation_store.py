@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forked import Forked
 from unfog.errors import RequestError, RunError
 from unfog.evaluation import features as store
 from unfog.evaluation.distances import FeatureStatistics
@@ -143,10 +142,7 @@ def test_two_processes_end_with_the_features_of_one(tmp_path: Path):
     torch.jit.script(layers).save(tmp_path / "net.pt")
     net = f"{tmp_path}/net.pt:size=0"
     outs = [tmp_path / f"{rank}.safetensors" for rank in range(2)]
-    workers = [
-        subprocess.Popen([sys.executable, "-c", WORKER, str(rank), net, str(tmp_path / "meet"), str(out)])
-        for rank, out in enumerate(outs)
-    ]
+    workers = [Forked([rank, net, tmp_path / "meet", out], WORKER) for rank, out in enumerate(outs)]
     assert [worker.wait(120) for worker in workers] == [0, 0]
     plain = compute_features(Source(130), open_features(net))
     for out in outs:

@@ -55,6 +55,7 @@ def exported(run, folder: Path):
     return runpy.run_path(str(folder / "denoiser.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_denoiser_is_that_of_the_run_at_all_levels_and_classes(tmp_path, case):
     name, network, classes, changes = case
@@ -79,6 +80,7 @@ def test_a_denoiser_is_that_of_the_run_at_all_levels_and_classes(tmp_path, case)
         torch.testing.assert_close(denoiser.score(x, sigma, label), scored)
 
 
+@pytest.mark.slow
 def test_a_denoiser_has_gradients_of_its_input_a_range_of_noise_and_the_values_of_the_images(tmp_path):
     code = exported(run_of(), tmp_path / "out")
     denoiser = code["load"](tmp_path / "out/denoiser.safetensors")
@@ -95,6 +97,7 @@ def test_a_denoiser_has_gradients_of_its_input_a_range_of_noise_and_the_values_o
     assert torch.equal(denoiser.to_stored(denoiser.to_model(stored)).round().byte(), stored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [MAPPED, DEEP], ids=["mapped", "uint16"])
 def test_a_denoiser_carries_the_value_map(tmp_path, data):
     run = run_of("default", DIT, 0, data=data)
@@ -155,6 +158,7 @@ def test_images_of_other_types_are_taken(small, given, weights):
     torch.testing.assert_close(found.float(), small(x.float(), 0.5), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_of_another_file_are_refused(tmp_path):
     run_of("default", DIT, 0).export(tmp_path / "weights", format="safetensors")
     code = exported(run_of("default", DIT, 0), tmp_path / "out")
@@ -162,6 +166,7 @@ def test_weights_of_another_file_are_refused(tmp_path):
         code["load"](tmp_path / "weights/model.safetensors")
 
 
+@pytest.mark.slow
 def test_the_card_of_a_denoiser_draws(tmp_path):
     run_of("default", DIT, 3).export(tmp_path / "out", format="denoiser")
     found = run_card_code(tmp_path / "out", (8, 8))

@@ -18,7 +18,7 @@ from PIL import Image
 
 import forked
 import unfog
-from conftest import few_images
+from conftest import FEW_PICTURES, few_images
 from random_weights import randomized
 from unfog.config.presets import preset
 from unfog.config.schema import Config
@@ -475,7 +475,8 @@ def test_a_network_of_other_code_is_refused_with_the_remedy(tmp_path):
 @pytest.mark.slow
 def test_the_command_writes_the_ema_or_what_it_is_told(tmp_path):
     kind = "unet:channels=8/8,attention=0/0,mid_attention=0,norm_groups=4"
-    run = unfog.train(few_images(), out=tmp_path / "run", steps=2, size=8, network=kind, device="cpu", batch=8)
+    settings = {"steps": 2, "size": 8, "network": kind, "device": "cpu", "batch": 8}
+    run = unfog.train(few_images(), out=tmp_path / "run", **settings, **FEW_PICTURES)
     written = {}
     for name, words in {"ema": (), "raw": ("--weights", "raw", "--sampler", "ddim", "--steps", "4")}.items():
         done = forked.run(["export", run.path, tmp_path / name, *words])

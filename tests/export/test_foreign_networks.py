@@ -15,7 +15,9 @@ from unfog.export.foreign_weights import read_model
 from unfog.models.network_settings import build_model
 from unfog.values.condition_format import ConditionFormat
 
-_spec = importlib.util.spec_from_file_location("elsewhere", Path(__file__).parents[1] / "references/make_elsewhere.py")
+_spec = importlib.util.spec_from_file_location(
+    "foreign_networks", Path(__file__).parents[1] / "references/make_foreign_networks.py"
+)
 references = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(references)
 SHAPES, OUTPUTS = references.stored_shapes(), load_file(references.FILE)

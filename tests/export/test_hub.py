@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 import unfog
-from conftest import few_images
+from conftest import FEW_PICTURES, few_images
 from hub_server import TOKEN, running_hub
 from test_export import run_of
 from unfog.cli.main import main
@@ -112,7 +112,8 @@ def test_a_failure_half_way_loses_nothing_and_says_how_to_go_on(tmp_path, hub, s
 @pytest.mark.slow
 def test_the_command_reads_endpoint_and_token_from_the_usual_places(tmp_path, hub, capsys):
     kind = "unet:channels=8/8,attention=0/0,mid_attention=0,norm_groups=4"
-    run = unfog.train(few_images(), out=tmp_path / "run", steps=2, size=8, network=kind, device="cpu", batch=8)
+    settings = {"steps": 2, "size": 8, "network": kind, "device": "cpu", "batch": 8}
+    run = unfog.train(few_images(), out=tmp_path / "run", **settings, **FEW_PICTURES)
     words = ["--push-to-hub", "photos", "--license", "mit"]
     with pytest.raises(SystemExit) as ended:
         main(["export", str(run.path), str(tmp_path / "out"), *words])

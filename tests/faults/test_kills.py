@@ -1,8 +1,10 @@
 """kill -9 at any moment, many times in the life of one run: it ends as if nothing had happened."""
 
 import random
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from conftest import NETWORK
@@ -12,14 +14,20 @@ from faults.harness import (
     Recipe,
     assert_same,
     events,
+    long_form,
     lost_steps,
+    made_once,
+    resume,
     saving,
     sleep_up_to,
     snapshot,
+    step_reached,
     steps_saved,
+    train,
     train_or_resume,
 )
 
+MAPPED = {"--data.jitter": 0, "--data.map": "standard,log,arcsinh", "--data.unknown": "nan", "--size": "16x12"}
 # A U-Net, as the run is to last for all kills.
 SLOWER = Recipe("slower", steps=48, every=4, flags={"--network": NETWORK})
 LIFE = Recipe("life", steps=160, every=3, flags={"--checkpoint.keep": 2}) if FULL else SLOWER
@@ -53,6 +61,52 @@ def test_a_run_that_is_killed_all_its_life_ends_as_if_nothing_had_happened(undis
         assert_same(run, reference)
         assert averages(run) == averages(reference)
         assert max(anywhere.lost + in_a_save.lost) <= 2 * LIFE.every, "a kill costs two intervals at the most"
+
+
+@pytest.mark.parametrize(
+    "kind", ["hdf5 chunks", pytest.param("npy", marks=long_form), pytest.param("zarr 3", marks=long_form)]
+)
+def test_a_run_on_mapped_values_with_unknown_pixels_survives_kills_to_the_bit(
+    undisturbed, shared, tmp_path, faults, kind
+):
+    """Floats of three channels, each with a map of its own, of which pixels are unknown that differ by image."""
+    science = pytest.importorskip("scientific_files")
+
+    def make(place: Path) -> None:
+        place.mkdir()
+        rng = np.random.default_rng(0)
+        values = rng.normal(0, 1, (40, 12, 16, 3)) * [1, 10, 1000] + [0, 50, -300]
+        values[..., 1] = np.exp(values[..., 1] / 20)
+        values[rng.random(values.shape) < 0.2] = np.nan
+        science.WRITERS[kind](place, values.astype(np.float32))
+
+    images = made_once(shared / f"images {kind}", make)
+    source = {"hdf5 chunks": "a.h5:x", "npy": "a.npy", "zarr 3": "a.zarr"}[kind]
+    recipe = Recipe(f"values {kind}", steps=18, every=3, flags=MAPPED, source=f"{images}/{source}")
+    reference, run = undisturbed(recipe), tmp_path / "run"
+    with faults.tried(f"kill -9 of a run on {kind} with value maps and unknown pixels") as attempt:
+        for step in (5, 11) if FULL else (5,):
+            job = train_or_resume(recipe, run)
+            job.until(partial(reached, run, step))
+            if job.running:
+                job.kill()
+                attempt.lost.append(lost_steps(run))
+        train_or_resume(recipe, run).ends()
+        assert_same(run, reference)
+    if FULL:
+        with faults.tried(f"Ctrl-C in a run on {kind} with value maps and unknown pixels"):
+            stopped = tmp_path / "stopped"
+            job = train(recipe, stopped)
+            job.until(partial(reached, stopped, 4))
+            job.ask("SIGINT", stopped)
+            job.ends(3)
+            resume(stopped).ends()
+            assert_same(stopped, reference)
+
+
+def reached(run: Path, step: int) -> bool:
+    """Whether the metrics have a step."""
+    return step_reached(run) >= step
 
 
 def averages(run: Path) -> dict[str, bytes]:

@@ -113,8 +113,16 @@ def own(photos: Path, **flags: object) -> Recipe:
 
 @long_form
 @pytest.mark.parametrize("cache", ["auto", "disk"])
-def test_the_cache_cannot_be_written(photos, tmp_path, faults, monkeypatch, cache):
+@pytest.mark.parametrize("values", [False, True], ids=["pictures", "values"])
+def test_the_cache_cannot_be_written(photos, tmp_path, faults, monkeypatch, cache, values):
     """It does without where that is possible, and refuses with a remedy where a cache is insisted on."""
+    recipe = own(photos, **{"--data.cache": cache})
+    if values:  # floating point with unknown pixels
+        fields = np.random.default_rng(0).normal(0, 100, (200, 16, 16, 4)).astype(np.float32)
+        fields[:, 2, 3] = np.nan
+        np.savez(tmp_path / "fields.npz", images=fields)
+        flags = {**recipe.flags, "--data.jitter": 0, "--data.unknown": "nan"}
+        recipe = recipe._replace(source=str(tmp_path / "fields.npz"), flags=flags)
     disk = SmallDisk(tmp_path / "full", "size=1m")
     try:
         disk.fill()
@@ -122,7 +130,7 @@ def test_the_cache_cannot_be_written(photos, tmp_path, faults, monkeypatch, cach
             monkeypatch.setenv("UNFOG_CACHE", str(place))
             run = tmp_path / f"run {name}"
             with faults.tried(name):
-                job = train(own(photos, **{"--data.cache": cache}), run)
+                job = train(recipe, run)
                 if cache == "auto":
                     job.ends()
                     assert_trained(run, USUAL)

@@ -24,7 +24,7 @@ from unfog.config.requests.evaluate import EvaluationRequest
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError
-from unfog.evaluation import features as store
+from unfog.evaluation import features as store  # counts its calls
 from unfog.evaluation.distances import FeatureStatistics
 from unfog.evaluation.features import features_folder, open_features
 from unfog.evaluation.held_out import HeldOut, MeanEstimate, fixed_losses, midpoints, summarize_losses

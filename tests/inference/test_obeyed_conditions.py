@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 import unfog
+from conftest import FEW_PICTURES
 from unfog.cli.main import main
 from unfog.errors import RequestError
 from unfog.evaluation.judge import Judge
@@ -20,7 +21,7 @@ from unfog.reporting.page.run_data import read_evaluations
 pytestmark = pytest.mark.slow
 MEASURES = "PSNR", "SSIM", "CRPS"
 NEVER = {"every": -1}
-TINY = {"network": "dit:depth=1,width=32,patch=4", "batch": 4, "device": "cpu", "preview": NEVER, "steps": 1}
+TINY = {"network": "dit:depth=1,width=32,patch=4", "batch": 4, "device": "cpu", "steps": 1, **FEW_PICTURES}
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +121,7 @@ def test_captions_are_judged_by_retrieval_in_evaluations_and_while_a_run_trains(
     images, conditions = shades()
     captions = [f"the {half} is white" if i % 7 else "" for i, half in enumerate(conditions["half"])]
     evaluate = {"every": 1, "metrics": ["obeys"], "samples": 12, "reference": 20, "metrics_every": 1, "best": "obeys"}
-    settings = TINY | {"sampler": {"steps": 2}, "data": {"held_out": 0.2}}
+    settings = TINY | {"data": {"held_out": 0.2}}
     run = unfog.train(images, conditions={"text": captions}, out=tmp_path / "run", evaluate=evaluate, **settings)
     record = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])
     assert 0 <= record["obeys_text"] <= 1
@@ -163,7 +164,7 @@ def test_a_run_of_which_nothing_can_be_measured_is_refused_with_the_reason(tmp_p
 def test_training_records_whether_conditions_are_obeyed(tmp_path):
     images, conditions = shades()
     evaluate = {"every": 2, "metrics": ["obeys"], "samples": 12, "reference": 20, "metrics_every": 2, "best": "obeys"}
-    settings = TINY | {"steps": 2, "sampler": {"steps": 2}, "data": {"held_out": 0.2}}
+    settings = TINY | {"steps": 2, "data": {"held_out": 0.2}}
     run = unfog.train(images, conditions=conditions, out=tmp_path / "run", evaluate=evaluate, **settings)
     record = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])
     assert record["obeys"] == pytest.approx(
@@ -207,7 +208,7 @@ def with_images(tmp_path_factory):
                 Image.fromarray(one).save(out / name / f"{i:03}.png")
         evaluate = {"every": 2, "metrics": ["obeys"], "samples": 12, "reference": 20, "metrics_every": 2}
         condition = f"mask={out / 'masks'},grey"
-        settings = TINY | {"steps": 2, "sampler": {"steps": 2}, "data": {"held_out": 0.2}}
+        settings = TINY | {"steps": 2, "data": {"held_out": 0.2}}
         unfog.train(out / "images", condition=condition, out=out / "run", evaluate=evaluate, **settings)
     return out / "run"
 

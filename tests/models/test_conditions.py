@@ -13,6 +13,7 @@ from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import ImageSet
+from unfog.data.settings import Data
 from unfog.diffusion.denoiser import Denoiser, Guided
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
@@ -398,11 +399,14 @@ def test_samples_in_the_proportions_of_the_images_have_all_conditions_of_one_ima
 
 def test_previews_have_conditions_of_held_out_images_where_there_is_more_than_the_class(two_kinds):
     columns = {name: Column(name, "number", np.arange(20.0)) for name in ("age", "mass")}
-    images = ImageSet(np.zeros((20, 1, 4, 4), np.uint8), [str(i) for i in range(20)], columns)
+    pixels = np.zeros((20, 1, 4, 4), np.uint8) + np.arange(20, dtype=np.uint8)[:, None, None, None]
+    images = ImageSet(pixels, [str(i) for i in range(20)], columns)
     train, held_out = images.subset(slice(14)), images.subset(slice(14, None))
-    config = Config(columns=two_kinds.columns, preview=Preview(images=4))
-    given = dict(conditions_of_images(config, held_out, train))
+    config = Config(columns=two_kinds.columns, preview=Preview(images=4), data=Data(size=4, channels=1))
+    shown = conditions_of_images(config, held_out, train)
+    given = dict(shown.given)
     assert given["age"] == (14, 16, 17, 19)
+    assert np.array_equal(shown.images[:, 0, 0, 0], given["age"])
     assert given["age"] == given["mass"]
-    assert dict(conditions_of_images(config, held_out.subset(slice(0)), train))["age"] == (0, 4, 9, 13)
+    assert dict(conditions_of_images(config, held_out.subset(slice(0)), train).given)["age"] == (0, 4, 9, 13)
     assert conditions_of_images(Config(classes=("cat",)), held_out, train) is None

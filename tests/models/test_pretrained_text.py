@@ -15,9 +15,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import unfog
+from conftest import FEW_PICTURES
 from test_text_encoder import LEVEL, NETWORKS, X
 from unfog.errors import RequestError
-from unfog.models import pretrained_text
+from unfog.models import pretrained_text  # counts its calls
 from unfog.models.network_settings import build_model
 from unfog.models.pretrained_text import KnownTexts, describe_encoder, known_texts
 from unfog.values.condition_format import ConditionFormat
@@ -32,8 +33,8 @@ TINY = {
     "batch": 4,
     "device": "cpu",
     "precision": "fp32",
-    "preview": {"every": -1},
     "evaluate": {"every": -1},
+    **FEW_PICTURES,
 }
 NETWORK = "unet:channels=8/16,norm_groups=4,attention=0/0,mid_attention=false,head_channels=8"
 CAPTIONS = ["a red heart", "a dark heart", "a red star", "a dark star"] * 6

@@ -12,7 +12,7 @@ from unfog.models.edm2_unet import MPUNetModel
 from unfog.models.layers import ConditionalNetwork
 from unfog.models.network_settings import build_model
 from unfog.models.settings import DdpmPytorch, DiT, MPUNet, TextEncoderSettings, UNet
-from unfog.training.optimizers import _split_for_muon
+from unfog.training.optimizers import split_for_muon
 from unfog.values.condition_format import ConditionFormat
 from unfog.values.conditions import NO_CONDITIONS, Conditions
 
@@ -121,7 +121,7 @@ def test_muon_takes_matrices_and_no_embeddings():
     for name in NETWORKS:
         model = network(name)
         names = {id(p): part for part, p in model.named_parameters()}
-        matrices, others = ([names[id(p)] for p in part] for part in _split_for_muon(model))
+        matrices, others = ([names[id(p)] for p in part] for part in split_for_muon(model))
         assert any("text_encoder.layers" in part for part in matrices)
         assert any(".text." in part for part in matrices)
         assert {"text_encoder.words.weight", "text_encoder.places.weight", "text_embedding.weight"} <= {*others}

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import unfog
+from conftest import FEW_PICTURES
 from random_weights import randomized
-from unfog.checks.run.loss_checks import _overfitting_remedy
+from unfog.checks.run.loss_checks import _overfitting_remedy  # else a run has to overfit first
 from unfog.checks.run.run_record import RunRecord
-from unfog.checks.settings.settings_checks import _check_edges
+from unfog.checks.settings.settings_checks import check_edges
 from unfog.config.resume_rules import check_changes, settings_digests
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
@@ -250,11 +251,11 @@ def test_a_resume_keeps_its_wrap():
 def test_the_start_warns_of_images_with_a_seam():
     ramp = torch.linspace(-1, 1, 16).expand(3, 1, 16, 16)
     wave = (2 * math.pi * torch.arange(16) / 16).sin().expand(3, 1, 16, 16)
-    assert _check_edges(wave, "xy").severity == "fine"
-    found = _check_edges(ramp, "xy")
+    assert check_edges(wave, "xy").severity == "fine"
+    found = check_edges(ramp, "xy")
     assert (found.code, found.severity) == ("settings.wrap", "warning")
     assert "omit x from wrap" in found.remedy
-    assert _check_edges(ramp, "y").severity == "fine"
+    assert check_edges(ramp, "y").severity == "fine"
 
 
 def test_checks_recommend_no_augmentation_that_is_refused():
@@ -269,7 +270,7 @@ def test_checks_recommend_no_augmentation_that_is_refused():
 def test_a_run_its_resume_and_what_starts_from_it_are_seamless(tmp_path):
     images = (numbered(12, 8, 8).repeat(1, 3, 1, 1).permute(0, 2, 3, 1) * 3).numpy()
     settings = {"network": UNet(channels=(8, 16), attention=(False, True), norm_groups=4, head_channels=8), "batch": 4}
-    settings |= {"device": "cpu", "preview": {"every": -1}, "evaluate": {"every": -1}}
+    settings |= {"device": "cpu", "evaluate": {"every": -1}} | FEW_PICTURES
     run = unfog.train(images, out=tmp_path / "run", steps=1, wrap="x", **settings)
     run = unfog.resume(tmp_path / "run", steps=2)
     assert run.config.data.wrap == "x"

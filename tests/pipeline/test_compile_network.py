@@ -11,7 +11,7 @@ from torch import nn
 from unfog.device.compilation import compiled_with
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective, noised, stratified, weighted_error
-from unfog.pipeline import compile_network
+from unfog.pipeline import compile_network  # choices of Inductor, without compiling
 from unfog.pipeline.build import fitted
 from unfog.pipeline.compile_network import move_biases
 from unfog.process.torch_flags import caller_flags_kept

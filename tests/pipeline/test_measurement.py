@@ -3,6 +3,7 @@
 import math
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,15 @@ import torch
 
 import forked
 import unfog
+from gaussians import normal
 from test_export import DEEP, DIT, MAPPED, MPUNET, UNET, latent_run, run_of
+from test_posterior import COUNT, COVARIANCE, MATRIX, MEAN, NOISE, OBSERVED, closed_form
 from unfog.custom import consent
+from unfog.data.settings import Data
+from unfog.diffusion.noise import VP, Cosine
+from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
-from unfog.pipeline.measurement import moments
+from unfog.pipeline.measurement import build_measurement, moments
 
 DOCS = Path(__file__).parents[2] / "docs" / "inverse-problems.md"
 CODE = """
@@ -52,6 +58,64 @@ def test_draws_reproduce_what_was_measured_in_the_units_of_the_source(network, d
     again = run.sample(2, steps=4, measure=evens, observed=y, batch=2)
     assert np.array_equal(again, samples[:2])
     assert np.array_equal(run.sample(2, steps=4), plain)
+
+
+# Knee, middle and half of each channel: units that differ by a factor of a million.
+CURVES = np.array([[1e-6, 1.5, 2.0], [1.0, -3000.0, 500.0], [12.0, 0.5, 2.0], [2.0, 1.0, 0.5]])
+CURVED = Data(
+    size=8, channels=4, dtype="float32", map="log,standard,arcsinh,log", map_values=tuple(CURVES.ravel().tolist())
+)
+
+
+def measured(data, measure, y, noise):
+    config = run_of("default", DIT, 0, data=data).config
+    return build_measurement(config, measure, y, noise, torch.device("cpu"), Path("run")).observation
+
+
+def test_a_measurement_has_the_gradient_of_the_map_of_each_channel():
+    x0 = torch.linspace(-2.5, 2.5, 64).reshape(1, 1, 8, 8).repeat(1, 4, 1, 1).requires_grad_()
+    observation = measured(CURVED, lambda x: x, np.ones((4, 8, 8)), 1.0)  # y of 1 is its own scale
+    y = observation.measure(x0)
+    gradient = torch.autograd.grad(y.sum(), x0)[0][0].double().numpy()
+    _, middle, half = CURVES.T[:, :, None, None]
+    first, linear, wide, last = x0.detach()[0].double().numpy() * half + middle
+    below = last < np.log(2)  # where `log` goes on as its tangent
+    assert 0 < below.sum() < 64
+    values = [np.exp(first), linear, np.sinh(wide) * 12, np.where(below, 2 + 2 * (last - np.log(2)), np.exp(last))]
+    slopes = [np.exp(first), np.ones((8, 8)), np.cosh(wide) * 12, np.where(below, 2, np.exp(last))] * half
+    # float32 rounds the argument of an exponential, of up to 7, by 4e-7.
+    np.testing.assert_allclose(y.detach().numpy().reshape(4, 8, 8), values, rtol=2e-6, atol=1e-5)
+    np.testing.assert_allclose(gradient, slopes, rtol=2e-6)
+
+
+@pytest.mark.slow
+def test_draws_through_curved_maps_are_those_of_the_known_posterior():
+    _, middle, half = torch.tensor(CURVES, dtype=torch.float32).T[:, :, None, None]
+    matrix, covariance, mean = MATRIX.float(), COVARIANCE.float(), MEAN.float()[:, None, None]
+
+    def measure(x):  # undoes the curves of the maps, so that it is MATRIX of model values
+        curve = torch.stack([x[:, 0].log(), x[:, 1], (x[:, 2] / 12).asinh(), x[:, 3].log()], 1)
+        return torch.einsum("mc,bchw->bmhw", matrix, (curve - middle) / half) + 3
+
+    def denoise(x, logsnr):
+        alpha, sigma = (float(part) for part in VP()(logsnr[:1]))
+        gain = alpha * covariance @ torch.linalg.inv(alpha**2 * covariance + sigma**2 * torch.eye(4))
+        return mean + torch.einsum("dc,bchw->bdhw", gain, x - alpha * mean)
+
+    # With a knee far below all guesses, as the logarithm of a tangent is another curve.
+    data = replace(CURVED, map_values=(*CURVED.map_values[:9], 1e-4, *CURVED.map_values[10:]))
+    y = (OBSERVED.float() + 3)[:, None, None].expand(2, 8, 8)
+    given = measured(data, measure, y, NOISE)
+    assert given.affine
+    draws = Sampler("dpmpp", 60, clip=False)(
+        given.posterior(denoise, VP()), VP(), Cosine(steps=0), normal(COUNT // 64, 4, 8, 8, dtype=torch.float32)
+    )
+    x = draws.permute(0, 2, 3, 1).reshape(-1, 4).double()
+    expected, spread = closed_form(NOISE)
+    # As in test_posterior: four standard errors of as many exact draws, and 2% for 60 steps.
+    tolerance = 4 / math.sqrt(len(x))
+    assert ((x.mean(0) - expected).abs() < tolerance * spread.diagonal().sqrt() + 1e-3).all()
+    assert ((torch.cov(x.T) - spread).abs() < (math.sqrt(2) * tolerance + 0.02) * spread.diagonal().max()).all()
 
 
 def test_draws_are_of_any_class_unless_one_is_asked_for():

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from conftest import QUIET, TRANSFORMER
+
 PROGRAM = Path(__file__).parents[1] / "no_posix.py"
-SIZE = ["--network", "tiny", "--size", "16"]
-RUN = [*SIZE, "--batch", "4", "--device", "cpu", "--preview.every", "-1", "--evaluate.every", "-1"]
+SIZE = ["--network", TRANSFORMER, "--size", "16"]
+RUN = [*SIZE, "--batch", "4", "--device", "cpu", *QUIET]
 
 
 def said(*words: object) -> str:

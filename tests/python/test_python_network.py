@@ -8,7 +8,7 @@ from torch import nn
 import unfog
 from unfog.cli.main import main
 from unfog.errors import RequestError
-from unfog.models import given_network
+from unfog.models import given_network  # a process that was given no network
 from unfog.models.given_network import SOURCE_FILE, GivenNetwork
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3), np.uint8)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from unfog.files.safe_files import write_atomic
-from unfog.reporting import records
+from unfog.reporting import records  # counts the lines that are parsed
 from unfog.reporting.records import Events, Metrics, read_events, read_metrics
 from waiting import wait_until
 

@@ -17,7 +17,12 @@ from unfog.text import manual
 
 ROOT = Path(unfog.__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="installed without its repository")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *(page for folder in ("docs", "benchmarks", "examples") for page in sorted((ROOT / folder).rglob("*.md"))),
+]
 # Words that stand for others: `[--ema W]`, `…`, `{a,b}`.
 _ENDS = ("&&", "&", "2>", ">", "|")  # of a command
 _PLACEHOLDER = re.compile(r"[…|\[\]{}<>]|\.\.\.")
@@ -54,6 +59,23 @@ def test_commands_of_the_docs_parse(page):
             parse_args(rest, REQUESTS[command], f"unfog {command}", {})
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_within_a_sentence_have_flags_that_exist(page):
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for line in re.findall(r"`(unfog [a-z][^`]*)`", text):
+        command, *rest = shlex.split(" ".join(line.split()))[1:]
+        command = COMMANDS.get(command, command)
+        if command == "slurm" or any(_PLACEHOLDER.search(word) for word in rest):
+            continue
+        assert command in REQUESTS, line
+        message = ""
+        try:
+            parse_args(rest, REQUESTS[command], f"unfog {command}", {})
+        except RequestError as error:  # a sentence may leave out the run, or the value of a flag
+            message = str(error)
+        assert "is not a flag" not in message or rest[0].startswith("--help"), line
+
+
 def test_prose_behind_a_command_is_noticed():
     text = "```\nunfog evaluate runs/photos    how good is it\n```\n"
     with pytest.raises(RequestError):
@@ -71,7 +93,8 @@ def test_the_description_on_an_index_of_packages_has_no_dead_link():
     text = (ROOT / "README.md").read_text("utf-8")
     for change in project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
         text = re.sub(change["pattern"], change["replacement"], text)
-    assert "pip install" in text
+    assert text.count('pip install "unfog[all]"') == 3
+    assert "not on PyPI" not in text
     assert not re.findall(r"\]\((?!https?://)[^)]*\)", text)
 
 

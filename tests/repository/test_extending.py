@@ -22,8 +22,8 @@ import pytest
 
 @pytest.fixture
 def settings():
-    never = {"every": -1}
-    return {"size": 16, "network": "tiny", "steps": 1, "batch": 4, "device": "cpu", "preview": never, "evaluate": never}
+    few = {"preview": {"every": -1, "images": 1}, "evaluate": {"every": -1}, "sampler": {"steps": 2}}
+    return {"size": 16, "network": "tiny", "steps": 1, "batch": 4, "device": "cpu"} | few
 """
 
 

@@ -42,6 +42,8 @@ HABITS = {
     r"\bof more\b(?! than)": "beyond that",
     r"\bwhoever\b": "anybody who",
     r"\bleaves none\b|\bnone is known\b": "is unknown",
+    r"(?<!them )\bif (it|they|there) (is|are) none\b": "if it is not an X, or without an X",
+    r"\b(is|are) none of (?!them)": "is not one of",
 }
 Defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 

@@ -57,6 +57,7 @@ SUBFOLDERS = {
     "checks.images": {""},
     "checks.settings": {""},
     "models.foreign": {""},
+    "models.pretrained": set(),
     "inference.exports": {""},
     "runs.weights": set(),
     "values.kinds": {""},

@@ -1,13 +1,20 @@
 """The pages of docs/reference are those of the code, and the site has a place for every page and no dead link."""
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
 import urllib.request
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+from unfog.evaluation.metrics import MetricResult
+from unfog.inference.evaluation_files import Evaluation
+from unfog.process.run_status import RunStatus
+from unfog.reporting.findings import Finding
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "unfog"
@@ -32,6 +39,15 @@ def test_every_event_and_variable_is_on_the_page_of_files():
     assert [name for name in sorted(kinds | variables) if f"`{name}`" not in page] == []
 
 
+def test_every_field_of_json_files_is_on_the_page_of_files(tmp_path):
+    page = (ROOT / "docs/reference/files.md").read_text()
+    names = {*RunStatus.read(tmp_path).as_json()}
+    for kind in (Finding, Evaluation, MetricResult):
+        names |= {field.name for field in fields(kind)}
+    names -= {"figures"}  # of a finding, in its page alone
+    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
+
+
 def _kinds(tree):
     """Return the kinds of events that a module names."""
     for node in ast.walk(tree):
@@ -42,6 +58,21 @@ def _kinds(tree):
             yield node.value.value
 
 
+def test_items_of_lists_keep_their_paragraphs_tables_and_code_on_the_site():
+    spec = importlib.util.spec_from_file_location("site_builder", ROOT / "scripts/site.py")
+    builder = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(builder)
+    text = (
+        "1. one\nwraps\n   wraps\n\n   | a |\n\n2. two:\n\n       code\n\n   - inner\n\n     more\n3. three\n\n"
+        "After.\n\n    code\n\n- x\n\n  ```\n  - a\n    b\n  ```\n"
+    )
+    # Python-Markdown: what belongs to an item is four columns further in, code eight.
+    assert builder.indent_lists(text) == (
+        "1. one\nwraps\n    wraps\n\n    | a |\n\n2. two:\n\n        code\n\n    - inner\n\n        more\n\n"
+        "3. three\n\nAfter.\n\n    code\n\n- x\n\n    ```\n    - a\n      b\n    ```\n"
+    )
+
+
 @pytest.mark.slow
 def test_the_site_is_built_and_served_without_another_machine():
     subprocess.run([sys.executable, "scripts/site.py"], cwd=ROOT, check=True, capture_output=True)
@@ -49,9 +80,11 @@ def test_the_site_is_built_and_served_without_another_machine():
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         try:
             address = server.stdout.readline().strip()
-            with urllib.request.urlopen(address, timeout=20) as answer:
+            with urllib.request.urlopen(address, timeout=120) as answer:
                 page = answer.read().decode()
         finally:
             server.terminate()
     assert "<title>Sampling" in page
+    front = (SOURCE / "site/index.html").read_text()
+    assert re.findall(r"<li>\s*<p><strong>(\w+)", front)[-5:] == ["Good", "Nothing", "Problems", "Metrics", "Little"]
     assert re.findall(r'(?:src|href)="(https?:[^"]*\.(?:js|css|woff2?))"', page) == []

@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="installed without its repository")
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
-RECORDED = {"first-hour", "own-network-and-loss"}
+RECORDED = {"cifar10", "cluster", "drawings", "first-hour", "own-data", "own-network-and-loss"}
 LARGEST = 300_000  # bytes of a picture; the moving one of the README may have a megabyte
 
 
@@ -21,6 +23,14 @@ def recorder(monkeypatch):
     import record_tutorials
 
     return record_tutorials
+
+
+@pytest.fixture
+def tutorial_images(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import tutorial_images
+
+    return tutorial_images
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
@@ -64,12 +74,26 @@ def test_a_command_that_fails_stops_the_recording(recorder, tmp_path):
         recorder.main([str(page), "--folder", str(tmp_path / "work")])
 
 
+def test_textures_have_no_seam_and_are_the_same_each_time(tutorial_images):
+    images = tutorial_images.textures(count=200).astype(float)
+    inside = np.abs(np.diff(images, axis=2)).mean()
+    across = np.abs(images[:, :, 0] - images[:, :, -1]).mean()
+    # 9,600 pairs of values across a side: their mean difference is that of neighbours, to a few percent.
+    assert abs(across / inside - 1) < 0.1
+    assert np.array_equal(images, tutorial_images.textures(count=200))
+
+
 @pytest.mark.exhaustive
-def test_the_commands_of_a_tutorial_run(tmp_path):
-    page = ROOT / "docs/tutorials/own-network-and-loss.md"
-    command = [sys.executable, "scripts/record_tutorials.py", page, "--quick", "--folder", tmp_path]
-    before = page.read_bytes()
+@pytest.mark.parametrize("page", ["drawings", "cifar10", "own-data", "own-network-and-loss"])
+def test_the_commands_of_a_tutorial_run(page, tmp_path, tutorial_images):
+    file = ROOT / f"docs/tutorials/{page}.md"
+    (tmp_path / "drawings").mkdir()
+    for i, pixels in enumerate(tutorial_images.textures(count=120)):
+        Image.fromarray(pixels).resize((72, 72)).save(tmp_path / "drawings" / f"{i:03d}.png")
+    command = [sys.executable, "scripts/record_tutorials.py", file, "--quick", "--folder", tmp_path / "work"]
+    command += ["--images", f"drawings={tmp_path / 'drawings'}"]
+    before = file.read_bytes()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert page.read_bytes() == before
+    assert file.read_bytes() == before

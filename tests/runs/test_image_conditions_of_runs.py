@@ -6,6 +6,7 @@ import torch
 from PIL import Image
 
 import unfog
+from conftest import FEW_PICTURES, NETWORK
 from unfog.cli.main import main
 from unfog.data.settings import Data
 from unfog.errors import RequestError
@@ -18,7 +19,7 @@ from unfog.values.condition_kinds import kind_of
 from unfog.values.conditions import Conditions
 
 NEVER = {"every": -1}
-TINY = {"network": "tiny", "batch": 8, "device": "cpu", "preview": NEVER, "evaluate": NEVER, "size": "16x8"}
+TINY = {"network": NETWORK, "batch": 8, "device": "cpu", "evaluate": NEVER, "size": "16x8", **FEW_PICTURES}
 NETWORKS = {
     "unet": SIZES["tiny"],
     "mpunet": MPUNet(channels=(16, 32), attention=(0, 1), blocks=1),

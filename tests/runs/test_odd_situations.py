@@ -12,7 +12,7 @@ from PIL import Image
 
 import forked
 import unfog
-from conftest import TRANSFORMER
+from conftest import FEW_PICTURES, TRANSFORMER
 from unfog.errors import RequestError, RunError
 
 pytestmark = pytest.mark.slow
@@ -182,7 +182,7 @@ def test_a_class_without_usable_images_is_none(tmp_path):
     for i in range(5):
         (tmp_path / f"pets/broken/{i}.png").write_bytes(b"nothing")
     settings = {"network": TRANSFORMER, "precision": "fp32", "batch": 4, "size": 16, "device": "cpu"}
-    run = unfog.train(tmp_path / "pets", out=tmp_path / "run", steps=2, sampler={"steps": 2}, **settings)
+    run = unfog.train(tmp_path / "pets", out=tmp_path / "run", steps=2, **FEW_PICTURES, **settings)
     assert run.classes == ("cats", "dogs")
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import unfog
+from conftest import FEW_PICTURES
 from random_weights import randomized
 from text_columns import Squares, format_of_texts, tokens_of
 from unfog.config.schema import Config
@@ -24,7 +25,7 @@ from unfog.values.conditions import Conditions
 
 NEVER = {"every": -1}
 UNET = "unet:channels=8/16,norm_groups=4,attention=0/0,mid_attention=false,head_channels=8"
-TINY = {"size": 8, "network": UNET, "batch": 4, "device": "cpu", "preview": NEVER, "evaluate": NEVER}
+TINY = {"size": 8, "network": UNET, "batch": 4, "device": "cpu", "evaluate": NEVER, **FEW_PICTURES}
 FACTS = format_of_texts().text
 
 

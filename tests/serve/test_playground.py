@@ -26,7 +26,7 @@ from served import make_run
 from unfog.cli.read_request import read_request as from_words
 from unfog.errors import RequestError, RunError
 from unfog.files.cache_folder import CacheEntry
-from unfog.serve.playground import blind_comparison
+from unfog.serve.playground import blind_comparison  # its interval has published values
 from unfog.serve.playground.channel import ProtocolError, Worker, read_message, write_message
 from unfog.serve.playground.drawing import (
     History,
@@ -38,6 +38,7 @@ from unfog.serve.playground.drawing import (
     settings_of,
 )
 from unfog.serve.playground.images import Uploads, at_run_size, disagreement, sheet
+from unfog.serve.playground.inputs import Inputs
 from unfog.serve.playground.queue import MOST_WAITING, DrawingQueue
 from unfog.serve.server import Server
 from unfog.values.image_format import ImageFormat
@@ -82,7 +83,7 @@ def queue(monkeypatch):
 
 def submit(queue, run, image=b"", mask=b"", **settings):
     asked = read_request(run, settings, bool(image), bool(mask))
-    return queue.submit(1, run.name, asked, image, mask)
+    return queue.submit(1, run.name, asked, Inputs(image, mask))
 
 
 def wait(job, state="done", seconds=120):
@@ -529,6 +530,44 @@ def test_a_restarted_server_shows_what_was_drawn_and_does_not_draw_it_again(clie
     assert drawn(again, settings={"n": 2, "seed": 6})["job"] == job["job"] + 1
     server.close()
     assert files == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def sent(client, pixels):
+    upload = {"content": png(pixels), "headers": {"content-type": "image/png"}}
+    return client.post("/api/upload", **upload).json()["upload"]
+
+
+@pytest.mark.slow
+def test_pictures_of_conditions_are_kept_with_the_drawing_also_by_another_server(client, run):
+    column = '[[columns]]\nname = "mask"\nkind = "mask"\ncategories = ["0", "7"]\nstatistics = [1.0, 4.0, 4.0]\n'
+    (run / "config.toml").write_text((run / "config.toml").read_text() + column)
+    labels = np.array([[0, 7], [7, 0]], np.uint8).repeat(2, 0).repeat(2, 1)
+    upload = sent(client, labels)
+    view = client.get(f"/api/upload/{upload}.png?run={number(client)}&given=mask")
+    assert pixels(view).shape == (4, 4)
+    for named, status in ((f"{upload}.png?run={number(client)}&given=other", 400), ("99.png?run=1&given=mask", 400)):
+        assert client.get(f"/api/upload/{named}").status_code == status
+    job = drawn(client, settings={"n": 1}, pictures={"mask": {"upload": upload}})
+    assert job["given_pictures"] == ["mask"]
+    assert "--given mask=mask.png" in job["command"]
+    assert drawn(client, settings={"n": 1})["job"] != job["job"]
+    painted = sent(client, (labels > 0).astype(np.uint8))  # numbers of the labels, as the brush sends them
+    of = [{"upload": painted, "painted": True}, {"upload": painted, "painted": True}, {"job": job["job"] + 2}]
+    assert {drawn(client, settings={"n": 1}, pictures={"mask": one})["job"] for one in of} == {job["job"] + 2}
+    wait_until(lambda: len(list(History(run.parent).read())) == 3)
+    server = Server(run.parent)
+    again = TestClient(build_app(server, routes.playground_routes(server)), raise_server_exceptions=False)
+    assert drawn(again, settings={"n": 1}, pictures={"mask": {"job": job["job"]}})["job"] == job["job"]
+    for wrong, said in {
+        "x": "must be an object",
+        ("mask",): "is {",
+        ("other",): "is not a condition that is an image; give one of mask",
+    }.items():
+        body = wrong if wrong == "x" else {wrong[0]: "/etc/passwd"}
+        answer = again.post("/api/draw", json={"run": number(again), "settings": {"n": 1}, "pictures": body})
+        assert answer.status_code == 400
+        assert said in answer.json()["error"]
+    server.close()
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """What the worker of the playground draws, with a tiny network in this process: steps, cancellation, edits, copies."""
 
-import io
-import json
 import os
 import shutil
 import threading
@@ -17,6 +15,7 @@ from PIL import Image
 
 import unfog
 from conftest import NETWORK, few_images
+from studio_jobs import Said, draw, pixels, png
 from unfog.config.toml import to_toml
 from unfog.errors import RequestError, RunError
 from unfog.inference import memorization
@@ -35,43 +34,6 @@ def run(tmp_path_factory):
         Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(folder / f"{i}.png")
     settings = {"network": NETWORK, "device": "cpu", "precision": "fp32", "batch": 8, "preview": {"images": 4}}
     return unfog.train(folder, out=tmp_path_factory.mktemp("runs") / "drawn", steps=2, sampler={"steps": 4}, **settings)
-
-
-class Said:
-    """A channel that keeps what is said, and cancels at a step."""
-
-    def __init__(self, until=None):
-        self.messages, self.until = [], until
-
-    def is_cancelled(self, job):
-        return self.until is not None and self.count("step") > self.until
-
-    def send(self, event, job, body=b"", **facts):
-        json.dumps(facts)
-        self.messages.append(Message({"event": event, "job": job, **facts}, body))
-
-    def of(self, event):
-        return [message for message in self.messages if message.head["event"] == event]
-
-    def count(self, event):
-        return len(self.of(event))
-
-
-def png(pixels):
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
-
-
-def draw(run, until=None, image=b"", mask=b"", **settings):
-    head = {"run": str(run.path), "weights": {"device": "cpu", "step": None}, "image_bytes": len(image)}
-    said = Said(until)
-    Studio().draw(said, 7, Message({**head, "settings": {"n": 2, **settings}}, image + mask))
-    return said
-
-
-def pixels(message):
-    return np.frombuffer(message.body, np.uint8).reshape(message.head["images"])
 
 
 @pytest.mark.slow

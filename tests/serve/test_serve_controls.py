@@ -53,6 +53,8 @@ def test_a_form_becomes_the_command_that_a_person_would_type(server):
     assert command.trains
     (run,) = server.runs
     assert command.new_run == number_of("fashion") != run.id  # as the list will name it
+    told = controls.train_command(server, body(server, data__condition="age,stain:category,degrade:factor=2"))
+    assert "--condition=age,stain:category,degrade:factor=2" in told.words
     off = controls.train_command(server, body(server, data__flip="off"))
     assert "--no-flip" in off.words
 
@@ -85,6 +87,10 @@ def test_a_run_may_be_given_a_name_that_is_no_path(server):
         ({"training.steps": "10", "training.images": "10"}, "given 2 times"),
         ({"training.precision": "fp8"}, "fp8"),
         ({"nothing": "1"}, "not a setting"),
+        ({"data.condition": "mask=/etc"}, "names files; here it is columns"),
+        ({"data.condition": "age,mask=hf:somebody/masks:mask"}, "names files"),
+        ({"data.condition": "/etc/t.csv:age"}, "names files"),
+        ({"data.condition": "../t.csv:age,degrade:factor=2"}, "names files"),
         ("x", "must be an object"),
     ],
 )

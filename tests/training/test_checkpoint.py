@@ -21,7 +21,7 @@ from unfog.device import copies as device_copies
 from unfog.errors import RunError
 from unfog.runs.saver import Saver
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.checkpoints import rotation, snapshot
+from unfog.training.checkpoints import rotation, snapshot  # texts of errors that no disk here gives
 from unfog.training.checkpoints.load import find_rollback_checkpoint, load_checkpoint, read_tensors, roll_back
 from unfog.training.checkpoints.writer import CheckpointWriter
 from unfog.training.precision import Precision

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +12,9 @@ from typing import Any
 
 import pytest
 
+import forked
 import unfog
+from conftest import FEW_PICTURES, TRANSFORMER, few_images
 from unfog.errors import RequestError
 from unfog.reporting.records import read_events
 from unfog.training.checkpoints.format import list_checkpoints, newest
@@ -22,12 +22,12 @@ from unfog.training.checkpoints.mirror import Copied, Mirror, check_mirror, copy
 
 SETTINGS: dict[str, Any] = {
     "size": 16,
-    "network": "tiny",
+    "network": TRANSFORMER,
     "batch": 4,
     "device": "cpu",
-    "preview": {"every": -1, "images": 1},
     "evaluate": {"every": -1},
     "checkpoint": {"every": 1, "keep": 2},
+    **FEW_PICTURES,
 }
 # Copies a run, and is killed after so many blocks.
 KILLED = """
@@ -35,7 +35,7 @@ import os, signal, sys, threading
 from pathlib import Path
 from unfog.training.checkpoints import mirror
 
-copied, mirror._BLOCK = 0, 2**16
+copied, mirror._BLOCK = 0, 2**10
 
 class Source:
     def __init__(self, file): self.file = file
@@ -60,7 +60,7 @@ print("whole")
 def mirrored(tmp_path_factory):
     """A run of three steps, and its mirror."""
     folder = tmp_path_factory.mktemp("mirrored")
-    unfog.train("fashion", out=folder / "run", steps=3, mirror=folder / "drive" / "run", **SETTINGS)
+    unfog.train(few_images(), out=folder / "run", steps=3, mirror=folder / "drive" / "run", **SETTINGS)
     return folder / "run", folder / "drive" / "run"
 
 
@@ -114,8 +114,7 @@ def test_a_copy_that_is_killed_leaves_a_whole_mirror(mirrored, tmp_path, blocks)
             copy(run, mirror)
             shutil.move(aside, run / "checkpoints" / f"{before[0]:08d}")
         had = steps(mirror)
-        command = [sys.executable, "-c", KILLED, str(run), str(mirror), str(blocks)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = forked.run([run, mirror, blocks], KILLED)
         assert done.returncode == -signal.SIGKILL or "whole" in done.stdout, done.stderr
         saved, broken = list_checkpoints(mirror / "checkpoints")
         assert not broken
@@ -166,7 +165,7 @@ def test_a_mirror_that_cannot_be_written_is_named_and_training_goes_on(tmp_path,
     place.chmod(0o755)
     run = tmp_path / "run"
     with pytest.raises(RequestError, match="not empty"):
-        unfog.train("fashion", out=run, steps=2, mirror=place, **SETTINGS)
+        unfog.train(few_images(), out=run, steps=2, mirror=place, **SETTINGS)
     (place / "checkpoints").unlink()
 
     class Break:
@@ -175,7 +174,7 @@ def test_a_mirror_that_cannot_be_written_is_named_and_training_goes_on(tmp_path,
                 place.rmdir()
                 place.write_text("a file")
 
-    unfog.train("fashion", out=run, steps=2, mirror=place, callbacks=[Break()], **SETTINGS)
+    unfog.train(few_images(), out=run, steps=2, mirror=place, callbacks=[Break()], **SETTINGS)
     said = capsys.readouterr()
     assert "was not updated" in said.out + said.err
     assert f"{run} is complete" in said.out + said.err
@@ -222,18 +221,18 @@ def test_one_pass_runs_at_a_time_and_requests_are_joined(tmp_path, monkeypatch):
     def slow(*args: Any) -> Copied:
         passes.append(threading.active_count())
         begun.set()
-        assert go.wait(10)
+        assert go.wait(120)
         return Copied(1, 0, 0.0)
 
     monkeypatch.setattr("unfog.training.checkpoints.mirror.copy_run", slow)
     mirror = Mirror(tmp_path, tmp_path / "mirror")
     mirror.request()
-    assert begun.wait(10)
+    assert begun.wait(120)
     for _ in range(5):
         mirror.request()
     assert not mirror.wait(0.01)
     go.set()
-    assert mirror.wait(10)
+    assert mirror.wait(120)
     assert len(passes) == len(mirror.news()) == 2
     assert os.listdir(tmp_path) == []
 

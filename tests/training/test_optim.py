@@ -21,7 +21,7 @@ from unfog.models.settings import SIZES, DdpmPytorch, DiffusersDiT, Edm, Edm2
 from unfog.models.unet import UNetModel
 from unfog.planning.memory_estimate import MemoryEstimator, checkpoint_bytes, persistent_bytes
 from unfog.planning.microbatch import with_precision
-from unfog.training import optimizers as optim
+from unfog.training import optimizers as optim  # an update is computed by itself
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.load import load_checkpoint, roll_back
 from unfog.training.precision import Precision
@@ -141,7 +141,7 @@ def test_muon_moves_matrices_and_kernels_as_torch_does():
 def test_muon_moves_as_far_as_adamw_and_leaves_the_rest_to_it():
     torch.manual_seed(0)
     model = UNetModel(SIZES["tiny"], 1, ConditionFormat.numbered(10, 9))
-    matrices, others = optim._split_for_muon(model)
+    matrices, others = optim.split_for_muon(model)
     names = {id(p): name for name, p in model.named_parameters()}
     apart = {names[id(p)] for p in others if p.ndim >= 2}
     assert apart == {"conv_in.weight", "conv_out.weight", "class_embedding.weight", "augment_embedding.weight"}
@@ -169,7 +169,7 @@ def test_muon_moves_as_far_as_adamw_and_leaves_the_rest_to_it():
 def test_muon_leaves_the_ends_of_every_network_and_nothing_else(name, channels):
     """Also where a hidden width is that of latents, or twice that, and where a told augmentation comes last."""
     model = build_model(SIZES[name], channels, ConditionFormat.numbered(10, 9), 2 * channels)
-    held = {id(p) for p in optim._split_for_muon(model)[1]}
+    held = {id(p) for p in optim.split_for_muon(model)[1]}
     ends = {"class_embedding", "augment_embedding"} | set(
         ("patch_in", "patch_out") if name == "dit-tiny" else ("conv_in", "conv_out")
     )
@@ -187,7 +187,7 @@ def test_muon_leaves_the_ends_of_every_network_and_nothing_else(name, channels):
 )
 def test_muon_leaves_the_ends_of_the_networks_of_other_programs(settings):
     model = build_model(settings, 3, ConditionFormat.numbered(10, 9))
-    held = {id(p) for p in optim._split_for_muon(model)[1]}
+    held = {id(p) for p in optim.split_for_muon(model)[1]}
     named = [(n, p) for n, p in model.named_parameters() if id(p) in held and not n.endswith("mem_kv")]
     ends = {n.removesuffix(".weight") for n, p in named if p.ndim >= 2 and 1 < len(p) < p.numel()}
     assert ends == {*model.ends} - {"column_embedding"}
@@ -195,7 +195,7 @@ def test_muon_leaves_the_ends_of_the_networks_of_other_programs(settings):
 
 def test_muon_leaves_the_first_and_the_last_matrix_of_any_other_network():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Embedding(5, 4), nn.Linear(4, 3))
-    matrices, _ = optim._split_for_muon(model)
+    matrices, _ = optim.split_for_muon(model)
     assert [p.shape for p in matrices] == [(4, 4)]
     assert matrices[0] is model[1].weight
 

@@ -64,6 +64,9 @@ def test_prompts_that_cannot_be_drawn_are_refused(format):
         format.with_prompts({"text": "a"}, "b")
     with pytest.raises(RequestError, match="must be a text"):
         format.parse(format.with_prompts({}, [3]))
+    for huge in ("x" * 10**6, "a red heart " * 90_000):  # read no further than it can be drawn
+        with pytest.raises(RequestError, match="longer than the"):
+            format.parse({"text": [huge]})
     with pytest.raises(RequestError, match="one such column"):
         ConditionFormat(columns=facts_of([*columns(), caption_column("says", CAPTIONS, NAMES, lambda: np.arange(12))]))
 

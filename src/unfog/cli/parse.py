@@ -162,7 +162,7 @@ def parse_args(words: Sequence[str], kind: type, prog: str, others: Mapping[str,
 
 
 def _find_flag(spelled: str, flags: Mapping[str, _Flag], prog: str, others: Mapping[str, type]) -> _Flag:
-    """Return the flag of this spelling. RequestError, with a similar flag, if there is none."""
+    """Return the flag of this spelling. RequestError, which names a similar flag, if it is unknown."""
     # --data.held_out counts as --data.held-out, and the old --codec as --autoencoder-folder.
     flag = flags.get(spelled.replace("_", "-")) or flags.get(_current_flag(spelled))
     if flag is None:
@@ -228,7 +228,7 @@ def _unknown_flag(spelled: str, flags: Mapping[str, _Flag], prog: str, others: M
         same = [name for name, flag in flags.items() if [*flag.path][-len(path) :] == path and name.startswith("--")]
         meant = meant or sorted(same, key=len)[:1]
     owners = [command for command, kind in others.items() if named in flags_of(kind)]
-    # As in another trainer the word may be of something that no flag is called alike, of any command.
+    # In another trainer the word may name something that no flag of any command has the name of.
     if not (meant or owners) and "--lr" in flags and (advice := advice_on(spelled)) is not None:
         return f"{quote(spelled)[1:-1]} is not a flag of {prog}; {advice.text}"
     meant = meant or [flag for flag in flags if flag.startswith(f"{named}.") and ".no-" not in flag]

@@ -220,7 +220,7 @@ def _command_at(words: Sequence[str]) -> int:
 
 
 def _open_run(path: Path, else_say: str = "") -> RunFolder:
-    """Return the run folder at `path`. Raise RequestError with the most similar name of a run if there is none."""
+    """Return the run folder at `path`. Raise RequestError, which names a similar one, if it is missing."""
     folder = RunFolder(path)
     try:
         folder.check_is_run()

@@ -61,7 +61,7 @@ def explain(name: str) -> str:
 
 
 def _blocks(name: str, settings: Sequence[Description]) -> list[str]:
-    """Return the explanations of the settings, sections, kinds and words that are called so; [] if there are none."""
+    """Return the explanations of the settings, sections, kinds and words of this name; [] if it is unknown."""
     # As a flag, as in TOML or by an old name: people paste what they have before them.
     wanted = current_name(re.sub(r"[- ]", "_", name.lstrip("-")))
     wanted = USUAL.get(wanted, wanted)
@@ -71,7 +71,7 @@ def _blocks(name: str, settings: Sequence[Description]) -> list[str]:
     same = [each.setting for each in settings if each.path[-1] == wanted and each not in found]
     blocks += ["\n".join(_row("also", ", ".join(same))) + "\n"] * bool(found and same)
     if not blocks:
-        # Advice comes before the part of a network that is called alike, such as `memory`.
+        # Advice comes before the part of a network of the same name, such as `memory`.
         parts = [*_explain_parts(name), *_explain_choices(name)]
         advice = advice_on(name)
         blocks = [*(_explain_advice(name, advice, [] if parts else settings) if advice is not None else []), *parts]

@@ -19,6 +19,17 @@ from unfog.text import sanitize
 _HEAD = ("run", "state", "step", "best", "disk", "age")
 
 
+# Numbers of a run for Prometheus: field of `RunStatus.as_json`, name, and help.
+_GAUGES = (
+    ("step", "unfog_run_step", "Optimizer steps done"),
+    ("steps", "unfog_run_steps", "Optimizer steps in all"),
+    ("seconds_left", "unfog_run_seconds_left", "Seconds until the end, while it trains"),
+    ("best", "unfog_run_best", "Best value of the metric that chooses checkpoints"),
+    ("bytes", "unfog_run_disk_bytes", "Disk space of the run folder"),
+    ("age_seconds", "unfog_run_age_seconds", "Seconds since the run last wrote"),
+)
+_STATES = ("running", "standing still", "finished", "stopped", "killed", "failed", "not begun")
+
 _NOT_FINISHED = 3  # as of a command that was stopped and has saved
 
 
@@ -35,14 +46,40 @@ def main(request: RunsRequest) -> int:
     runs = sorted((RunStatus.read(folder) for folder in folders), key=lambda run: -run.age)
     if request.json:
         print_result(json.dumps([run.as_json() for run in runs], indent=2))
+    elif request.prometheus:
+        print_result(prometheus_text(runs))
     elif runs:
         print_result("\n".join(align_columns([_HEAD, *map(_cells, runs)])))
     else:
         say(f"no runs in {sanitize(str(request.folder))}")
-    if not request.json:
+    if not (request.json or request.prometheus):
         _list_broken(runs, request.folder)
     done = bool(runs) and all(run.state == "finished" for run in runs)
     return 0 if done or not request.finished else _NOT_FINISHED
+
+
+def prometheus_text(runs: Sequence[RunStatus]) -> str:
+    """Return the runs as gauges in the text format of Prometheus, which node_exporter reads from a file.
+
+    What is not recorded is left out. Source: prometheus.io, "Exposition formats", version 0.0.4.
+    """
+    rows = [(run.as_json(), f'run="{_label(str(run.path))}"') for run in runs]
+    lines = []
+    for key, name, text in _GAUGES:
+        lines += [f"# HELP {name} {text}.", f"# TYPE {name} gauge"]
+        for row, labels in rows:
+            if row[key] is not None:
+                more = f',metric="{_label(row["metric"])}"' if key == "best" else ""
+                lines.append(f"{name}{{{labels}{more}}} {row[key]}")
+    lines += ["# HELP unfog_run_state 1 for the state of the run, else 0.", "# TYPE unfog_run_state gauge"]
+    for row, labels in rows:
+        lines += [f'unfog_run_state{{{labels},state="{state}"}} {int(row["state"] == state)}' for state in _STATES]
+    return "\n".join(lines)
+
+
+def _label(text: str) -> str:
+    """Return a text as the value of a label: one line, with the three characters escaped that end it."""
+    return text.encode("utf-8", "replace").decode().replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _cells(run: RunStatus) -> tuple[str, ...]:

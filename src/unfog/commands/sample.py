@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,24 +98,11 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     # Imported only now, as torch takes seconds: a wrong request is refused before.
     from unfog.pipeline.denoising_pictures import MOST_SAMPLES, DenoisingAnimation, DenoisingStrip
     from unfog.pipeline.edit_images import build_edit
-    from unfog.pipeline.given_images import read_grid, read_pictures
     from unfog.pipeline.measurement import write_posterior
 
     stored = stored.with_view(request.view) if request.view else stored
-    format = stored.conditions
-    prompts = request.read_prompts()
-    asked = format.with_prompts(format.with_label(format.read_words(request.given), request.label), prompts)
-    asked = read_pictures(stored, asked, request.n)
-    # Before the weights are read.
-    format.parse(asked)
-    format.read_negative(request.negative)
-    if request.cells is not None:
-        format.crossed(read_grid(stored, request.cells), asked)
-    elif request.given_table is not None:
-        read_given_table(request.given_table, format)
-    elif len(prompts) > request.n:
-        say(f"  the first {request.n:,} of {len(prompts):,} prompts are drawn; -n {len(prompts)} draws all of them")
-    # Before the weights too: a file that cannot be read should not take a minute to be found.
+    asked = _read_conditions(request, stored)
+    # Before the weights: a file that cannot be read should not take a minute to be found.
     edit = build_edit(stored, request.image, request.mask, request.strength, request.repeats)
     steps = edit.steps(sampler.steps) if edit else sampler.steps
     if steps == 0 and (request.strip or request.animate):
@@ -133,19 +120,13 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
     settings |= {"measure": request.measure, "observed": request.observed, "given_table": request.given_table}
     prepared = run.prepare(**settings, given=asked, guide=guide, image=request.image, mask=request.mask)
     measurement = prepared.measurement
-    cells, count = prepared.cells, prepared.generation.count
+    cells = prepared.cells
     of_one_size = request.size or edit or measurement or strip or animation or request.to_seed is not None or cells
     parts, digest = _parts(run, prepared, split=not of_one_size)
     if request.out is None:  # in the run, into which a stranger may have put unfinished samples of any pictures
         digest = seal_of(machine_key(), "samples", digest.encode()).hex()
     with SampleFolder.reserve(request.out, run.path / "pictures", digest) as out:
-        told = "Given" if format.columns else "Class"
-        view = run.config.view if measurement or not run.config.image_format.is_picture else None
-        # Draws of a posterior are read back for their mean.
-        values = None if measurement or view is None else sample_format(run.config.source, run.config.data.slices)
-        names = format.names(prepared.generation.given, count)
-        folder = SampleFolder(out, digest, count, names, prepared.caption, told, view, values, prepared.files)
-        folder.negative = format.show_text(prepared.generation.negative)
+        folder = _sample_folder(out, digest, run.config, prepared)
         for part in parts:
             _draw(part, folder, observe_all(strip, animation))
         if animation is not None and request.animate is not None:
@@ -155,6 +136,41 @@ def _sample(request: SampleRequest, stored: Config, sampler: Sampler, load: Call
         edited = _edited(edit, run.config.image_format) if edit and not cells else ()
         write_grid(folder, run.config, edited, strip, cells)
     return out
+
+
+def _read_conditions(request: SampleRequest, stored: Config) -> Mapping[str, object]:
+    """Return the values that the request gives to conditions, checked before the weights are read."""
+    from unfog.pipeline.given_images import read_grid, read_pictures
+
+    format = stored.conditions
+    prompts = request.read_prompts()
+    asked = format.with_prompts(format.with_label(format.read_words(request.given), request.label), prompts)
+    asked = read_pictures(stored, asked, request.n)
+    format.parse(asked)
+    format.read_negative(request.negative)
+    if request.cells is not None:
+        format.crossed(read_grid(stored, request.cells), asked)
+    elif request.given_table is not None:
+        read_given_table(request.given_table, format)
+    elif len(prompts) > request.n:
+        say(f"  the first {request.n:,} of {len(prompts):,} prompts are drawn; -n {len(prompts)} draws all of them")
+    return asked
+
+
+def _sample_folder(path: Path, digest: str, config: Config, prepared: PreparedSampling) -> SampleFolder:
+    """Return the folder that the samples are written to, with all that their files say of them."""
+    format, generation = config.conditions, prepared.generation
+    view = config.view if prepared.measurement or not config.image_format.is_picture else None
+    # Draws of a posterior are read back for their mean.
+    own = view is not None and not prepared.measurement
+    return SampleFolder(
+        *(path, digest, generation.count, format.names(generation.given, generation.count), prepared.caption),
+        told="Given" if format.columns else "Class",
+        view=view,
+        format=sample_format(config.source, config.data.slices) if own else None,
+        files=prepared.files,
+        negative=format.show_text(generation.negative),
+    )
 
 
 class _Part(NamedTuple):

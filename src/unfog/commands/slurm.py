@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -181,19 +180,30 @@ def batch_script(request: SlurmRequest) -> str:
         # The settings of a resume are the run's own from then on, and may be said again.
         words="\n".join([*needed, *trusted, words]),
         threads=max(1, request.cores // processes),
-        container=_container_prefix(
-            request.container, [Path.cwd(), request.run.absolute(), Path(request.source).absolute()]
-        ),
+        container=_container_prefix(request),
         python="python" if request.container else shlex.quote(sys.executable),
         processes=processes,
         restarts=_RESTARTS,
     )
 
 
-def _container_prefix(image: str, places: Sequence[Path]) -> str:
-    """Return the words that make srun run in a container, with these places mounted at the same paths."""
-    if not image:
+def _local_places(source: str) -> list[Path]:
+    """Return the files or the folder of a SOURCE on this machine; [] if it has no path, as built-in sets and URLs."""
+    from unfog.data.sources.registry import locate  # with NumPy and Pillow, which other commands start without
+
+    # Not the text as a path: it may be FILE.h5:DATASET, FORMAT:PATH or a pattern.
+    _, location = locate(source, began=True)
+    if location.form == "folder":
+        return [Path(location.resolved)]
+    paths = {"file": location.paths[:1], "files": location.paths, "name": ()}[location.form]
+    return [Path(path) for path in paths if "://" not in path]
+
+
+def _container_prefix(request: SlurmRequest) -> str:
+    """Return the words that make srun run in a container, with the folders of the job mounted at the same paths."""
+    if not (image := request.container):
         return ""
+    places = [Path.cwd(), request.run.absolute(), *_local_places(request.source)]
     folders = {next(one for one in (place, *place.parents) if one.is_dir()) for place in places}
     # Only the outermost: a folder inside another is there already.
     outer = sorted(str(one) for one in folders if folders.isdisjoint(one.parents))

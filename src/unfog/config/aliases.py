@@ -30,23 +30,33 @@ USUAL = {
     **dict.fromkeys(("batch_size", "train_batch_size", "global_batch_size"), "training.batch"),
     **dict.fromkeys(("micro_batch_size", "microbatch_size"), "training.microbatch"),
     **dict.fromkeys(("image_size", "img_size", "resolution"), "data.size"),
-    **dict.fromkeys(("horizontal_flip", "random_flip"), "data.flip"),
-    **dict.fromkeys(("learning_rate", "base_lr", "max_lr"), "optimizer.lr"),
+    **dict.fromkeys(("horizontal_flip", "random_flip", "xflip"), "data.flip"),
+    **dict.fromkeys(("learning_rate", "base_lr", "max_lr", "train_lr"), "optimizer.lr"),
     **dict.fromkeys(("warmup_steps", "lr_warmup_steps", "num_warmup_steps", "warmup", "warm_up"), "optimizer.warmup"),
     **dict.fromkeys(("lr_schedule", "lr_scheduler"), "optimizer.schedule"),
     **dict.fromkeys(("weight_decay", "adam_weight_decay"), "optimizer.weight_decay"),
     "betas": "optimizer.betas",
     **dict.fromkeys(("iterations", "max_iters", "max_steps", "num_iterations", "num_steps"), "training.steps"),
-    **dict.fromkeys(("max_train_steps", "num_train_steps", "total_steps", "train_steps"), "training.steps"),
     **dict.fromkeys(
-        ("clipping", "grad_clip", "gradient_clipping", "clip_grad_norm", "gradient_clip_val", "max_grad_norm"),
+        ("max_train_steps", "num_train_steps", "total_steps", "train_num_steps", "train_steps"), "training.steps"
+    ),
+    **dict.fromkeys(
+        (
+            "clipping",
+            "grad_clip",
+            "gradient_clipping",
+            "clip_grad_norm",
+            "clip_grad",
+            "gradient_clip_val",
+            "max_grad_norm",
+        ),
         "training.clip",
     ),
     **dict.fromkeys(("dtype", "mixed_precision"), "training.precision"),
     "gradient_checkpointing": "training.checkpointing",
     "random_seed": "training.seed",
     "model": "network",
-    **dict.fromkeys(("beta_schedule", "noise_schedule"), "diffusion.schedule"),
+    **dict.fromkeys(("beta_schedule", "ddpm_beta_schedule", "noise_schedule"), "diffusion.schedule"),
     **dict.fromkeys(("parameterization", "prediction_type"), "diffusion.target"),
     **dict.fromkeys(("cfg_scale", "guidance_scale"), "guidance"),
     **dict.fromkeys(("cond_drop_prob", "class_dropout"), "label_dropout"),
@@ -70,7 +80,7 @@ SAMPLING = {
 # Usual names of the argument `out`.
 OUT = ("output", "output_dir", "out_dir", "run_dir", "save_dir")
 # Usual names of a length that no setting has, as it is given in steps, images or time.
-EPOCHS = ("epochs", "max_epochs", "num_epochs", "num_train_epochs")
+EPOCHS = ("epochs", "max_epochs", "n_epoch", "n_epochs", "num_epochs", "num_train_epochs")
 
 
 class Advice(NamedTuple):
@@ -188,9 +198,86 @@ _EARLY_STOPPING = Advice(
     "a run keeps the checkpoint of its lowest held-out loss, and unfog sample RUN --best uses it", ("evaluate.best",)
 )
 _ATTENTION = Advice("attention uses the fast kernels of torch by itself; no setting is needed")
+_TF32 = Advice("TF32 stays off, so that fp32 means fp32; --precision bf16 is faster", ("training.precision",))
+_CROP = Advice(
+    "images are resized, and their centre is cut, to --size; --data.crop 0.1 cuts at random, and --aspect keep cuts "
+    "nothing",
+    ("data.size", "data.crop", "data.aspect"),
+)
+_SOURCE = Advice(
+    "the images are the first word: unfog train FOLDER, or hf:NAME for a set of the Hugging Face hub; unfog docs guide "
+    "lists all sources"
+)
+_COLUMNS = Advice(
+    "columns of a table are named by --condition, and text are captions; the classes come from sub-folders or a column "
+    "label",
+    ("data.condition", "data.labels"),
+)
+_CLASSES = Advice("sub-folders are classes, and are counted; --data.labels none leaves them out", ("data.labels",))
+_LABEL_DROPOUT = Advice("give --label-dropout 0.1", ("label_dropout",))
+_NETWORK = Advice(
+    "the network is one word with its settings, as in --network unet:channels=64/128/256 or --network dit-base; "
+    "unfog explain unet lists them",
+    ("network",),
+)
+_BETAS = Advice(
+    "they belong to the schedule: --schedule linear:steps=1000,beta_start=0.0001,beta_end=0.02", ("diffusion.schedule",)
+)
+_ADAM = Advice(
+    "give --optimizer.betas 0.9 0.999 and --optimizer.eps 1e-8; the default is --optimizer muon, and adamw is another",
+    ("optimizer.method", "optimizer.betas", "optimizer.eps"),
+)
+_SMALL_ADAM = Advice(
+    "there is no optimizer of 8 bits; --optimizer custom:path=MODULE.CLASS takes one of another package",
+    ("optimizer.method",),
+)
+_EMA_POWER = Advice(
+    "give --ema fixed for a decay with a warm-up, or --ema power for a width; unfog explain ema compares them", ("ema",)
+)
+_SCHEDULER = Advice(
+    "--optimizer.schedule is of the learning rate, --schedule of the noise levels, and --sampler draws",
+    ("optimizer.schedule", "diffusion.schedule", "sampler.kind"),
+)
+_INTERVALS = Advice(
+    "in steps, give --log.every, --preview.every, --evaluate.every or --checkpoint.every; left open, they are chosen",
+    ("log.every", "preview.every", "evaluate.every", "checkpoint.every"),
+)
+_KEEP = Advice("give --checkpoint.keep", ("checkpoint.keep",))
+_OVERWRITE = Advice("a run is never overwritten: give another --out, or continue by unfog resume RUN")
+_TOKEN = Advice("log in by `hf auth login`, or set HF_TOKEN; unfog export RUN OUT --push-to-hub NAME uploads")
+_NAMES = Advice("--out names the run; WANDB_PROJECT and the like name the project of a tracker", ("log.sinks",))
+_CACHE = Advice("set UNFOG_CACHE; --data.cache says what is kept there", ("data.cache",))
+_ONE_DEVICE = Advice("give --device cpu, cuda, cuda:1 or mps; auto takes the GPU with the most free memory")
+_SHARDED = Advice(
+    "give --training.shard under torchrun, which is FSDP2; unfog docs distributed says more", ("training.shard",)
+)
+_PRETRAINED = Advice(
+    "unfog train SOURCE --init FOLDER continues a run, or a UNet2DModel or DiT of diffusers; large text-to-image "
+    "models are not fine-tuned",
+    ("init.folder",),
+)
+_SAMPLE_COUNT = Advice(
+    "unfog sample RUN -n 16 draws 16 samples; while it trains, --preview.images sets how many", ("preview.images",)
+)
+_NOISE_OFFSET = Advice(
+    "give a schedule that ends in pure noise, as --schedule linear:zero_terminal=1 does: an offset is not needed then",
+    ("diffusion.schedule",),
+)
+_CUDNN = Advice(
+    "kernels are not chosen by their time; --training.deterministic off allows it", ("training.deterministic",)
+)
+_DESCRIPTION = Advice("give the folder of the run by --out, as in --out runs/first-try")
+_EMA = Advice("an EMA is always kept, and samples use it; --ema fixed:decay_max=0.9999 sets its decay", ("ema",))
+_COMPILE = Advice("give --compile: slow to start, faster after that on a GPU", ("training.compile",))
+_CONFIG_FILE = Advice("give --config FILE.toml; unfog init writes one, and the config.toml of a run is one")
+_EDM_PRECOND = Advice(
+    "--preset edm has the recipe; --target edm and --path ve are its parts", ("diffusion.target", "diffusion.path")
+)
 
 ADVICE = {
-    **dict.fromkeys(("amp", "use_amp", "autocast", "grad_scaler", "gradscaler", "fp16", "bf16", "half"), _PRECISION),
+    **dict.fromkeys(
+        ("amp", "use_amp", "autocast", "grad_scaler", "gradscaler", "fp16", "bf16", "half", "ls"), _PRECISION
+    ),
     **dict.fromkeys(("timesteps", "t", "num_timesteps", "num_train_timesteps", "diffusion_steps"), _NOISE_LEVELS),
     **dict.fromkeys(("ema_decay", "ema_rate", "ema_beta"), _EMA_DECAY),
     **dict.fromkeys(
@@ -200,6 +287,8 @@ ADVICE = {
             "accumulate_grad_batches",
             "accumulation",
             "grad_accum",
+            "gradient_accumulate_every",
+            "batch_gpu",
         ),
         _ACCUMULATION,
     ),
@@ -223,12 +312,65 @@ ADVICE = {
     ),
     **dict.fromkeys(("copies", "memorization", "memorisation"), _COPIES),
     **dict.fromkeys(("vae", "latents", "latent_diffusion"), _LATENTS),
-    **dict.fromkeys(("lora", "dreambooth"), _LORA),
+    **dict.fromkeys(("lora", "dreambooth", "rank"), _LORA),
     **dict.fromkeys(("epsilon", "v_prediction", "predict_noise", "pred_v", "pred_noise", "pred_x0"), _PREDICTION),
     **dict.fromkeys(("captions", "prompt", "prompts", "text_to_image"), _CAPTIONS),
     **dict.fromkeys(("inpaint", "inpainting"), _FILLING),
     **dict.fromkeys(("early_stopping", "save_best"), _EARLY_STOPPING),
-    **dict.fromkeys(("xformers", "flash_attention"), _ATTENTION),
+    **dict.fromkeys(("xformers", "flash_attention", "enable_xformers_memory_efficient_attention"), _ATTENTION),
+    **dict.fromkeys(("tf32", "allow_tf32"), _TF32),
+    **dict.fromkeys(("center_crop", "random_crop", "random_resized_crop", "resize"), _CROP),
+    **dict.fromkeys(
+        (
+            "data",
+            "dataset",
+            "dataset_name",
+            "dataset_config_name",
+            "train_data_dir",
+            "data_dir",
+            "data_path",
+            "instance_data_dir",
+        ),
+        _SOURCE,
+    ),
+    **dict.fromkeys(("image_column", "caption_column", "label_column", "class_cond", "cond"), _COLUMNS),
+    **dict.fromkeys(("num_classes", "n_classes"), _CLASSES),
+    **dict.fromkeys(("p_uncond", "drop_prob", "uncond_prob", "proportion_empty_prompts"), _LABEL_DROPOUT),
+    **dict.fromkeys(
+        ("arch", "unet", "dim", "dim_mults", "hidden_dim", "base_channels", "model_channels", "num_channels"), _NETWORK
+    ),
+    **dict.fromkeys(("num_res_blocks", "channel_mult", "attention_resolutions", "cbase", "cres"), _NETWORK),
+    **dict.fromkeys(("beta_start", "beta_end", "beta_1", "beta_t", "linear_start", "linear_end"), _BETAS),
+    **dict.fromkeys(("n_t", "ddpm_num_steps", "noise_steps", "sampling_timesteps"), _NOISE_LEVELS),
+    **dict.fromkeys(("ddpm_num_inference_steps", "num_inference_steps", "ddim_steps"), _SAMPLERS),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon", "beta1", "beta2"), _ADAM),
+    **dict.fromkeys(("use_8bit_adam", "adam8bit", "use_8bit_adamw"), _SMALL_ADAM),
+    **dict.fromkeys(
+        ("ema_inv_gamma", "ema_power", "ema_max_decay", "ema_halflife_kimg", "ema_update_every"), _EMA_POWER
+    ),
+    **dict.fromkeys(("scheduler", "noise_scheduler"), _SCHEDULER),
+    **dict.fromkeys(
+        ("log_interval", "save_interval", "eval_interval", "sample_interval", "tick", "snap", "dump"), _INTERVALS
+    ),
+    **dict.fromkeys(
+        ("save_and_sample_every", "save_images_epochs", "save_model_epochs", "validation_steps"), _INTERVALS
+    ),
+    **dict.fromkeys(("checkpoints_total_limit", "save_total_limit", "keep_last"), _KEEP),
+    **dict.fromkeys(("overwrite", "overwrite_output_dir"), _OVERWRITE),
+    **dict.fromkeys(("hub_token", "hub_model_id"), _TOKEN),
+    **dict.fromkeys(("name", "project", "tracker_project_name", "run_name", "exp_name", "experiment_name"), _NAMES),
+    **dict.fromkeys(("logging_dir", "log_dir", "logdir", "desc"), _DESCRIPTION),
+    "cache_dir": _CACHE,
+    **dict.fromkeys(("cuda", "no_cuda", "gpu_id", "gpu_ids"), _ONE_DEVICE),
+    **dict.fromkeys(("fsdp", "zero", "deepspeed", "shard"), _SHARDED),
+    **dict.fromkeys(("pretrained", "pretrained_model_name_or_path", "transfer", "variant", "revision"), _PRETRAINED),
+    **dict.fromkeys(("num_samples", "n_samples", "num_images", "eval_batch_size", "validation_prompt"), _SAMPLE_COUNT),
+    "noise_offset": _NOISE_OFFSET,
+    **dict.fromkeys(("bench", "cudnn_benchmark", "benchmark"), _CUDNN),
+    "precond": _EDM_PRECOND,
+    **dict.fromkeys(("use_ema", "no_ema"), _EMA),
+    **dict.fromkeys(("torch_compile", "use_compile"), _COMPILE),
+    "config_file": _CONFIG_FILE,
     **dict.fromkeys(("blurry", "noisy", "grey", "grey_images", "bad_samples", "poor_samples"), _POOR),
     **dict.fromkeys(("error_by_timestep", "loss_by_timestep", "noise_prediction_error"), _BY_LEVEL),
     **dict.fromkeys(("strip", "denoising_strip", "denoising"), _STRIP),
@@ -237,7 +379,11 @@ ADVICE = {
     "1/snr": _INVERSE_SNR,
     **dict.fromkeys(("loss_type", "huber", "huber_c", "huber_loss", "l1_loss", "mse_loss", "smooth_l1"), _LOSS),
     **dict.fromkeys(("webdataset", "wds", "streaming"), _SHARDS),
-    **dict.fromkeys(("ddp", "torchrun", "multi_gpu", "num_gpus", "distributed"), _SEVERAL_GPUS),
+    **dict.fromkeys(
+        ("ddp", "torchrun", "multi_gpu", "num_gpus", "n_gpus", "gpus", "distributed", "parallel", "data_parallel"),
+        _SEVERAL_GPUS,
+    ),
+    **dict.fromkeys(("world_size", "local_rank", "nproc_per_node", "accelerate"), _SEVERAL_GPUS),
     **dict.fromkeys(("shuffle", "pin_memory", "drop_last", "persistent_workers", "prefetch_factor"), _LOADER),
     **dict.fromkeys(("normalize", "normalise", "normalization", "rescale", "scaling", "mean", "std"), _SCALING),
     "overfitting": _OVERFITTING,

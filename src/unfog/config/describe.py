@@ -55,7 +55,7 @@ class Description:
 
     @property
     def text(self) -> str:
-        """The string under the field, which `--help` prints; "" for none."""
+        """The string under the field, which `--help` prints; "" without one."""
         return field_texts(self.owner).get(self.field.name, "")
 
     @property

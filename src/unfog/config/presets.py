@@ -95,7 +95,7 @@ PRESETS: dict[str, Callable[[], Config]] = {"default": _default, "ddpm": _ddpm, 
 
 
 def preset(name: str) -> Config:
-    """Return the preset of this name. Raise RequestError with a suggestion if there is none."""
+    """Return the preset of this name. Raise RequestError with a suggestion if it is unknown."""
     if not isinstance(name, str) or name not in PRESETS:
         raise RequestError(f"preset = {quote(name)} is unknown{suggest(name, PRESETS)}")
     return PRESETS[name]()

@@ -259,7 +259,7 @@ class Config:
 
     @property
     def usual_guidance(self) -> float:
-        """Default guidance scale of samples: 1, which is none, without conditions or if none is hidden in training."""
+        """Default guidance scale: 1, which does not guide, without conditions, or if none is ever hidden."""
         return self.guidance if self._guided_by_conditions else 1.0
 
     @property

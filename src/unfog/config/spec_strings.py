@@ -216,7 +216,7 @@ def registry_of(annotation: Any) -> Mapping[str, Any] | None:
 
 
 def lookup(words: Mapping[str, Any], word: object) -> Any:
-    """Return the part of a word. Raise RequestError with a suggestion if there is none."""
+    """Return the part of a word. Raise RequestError with a suggestion if it is unknown."""
     if not isinstance(word, str) or word not in words:
         raise RequestError(f"{quote(word)} is unknown{suggest(word, words)}")
     return words[word]

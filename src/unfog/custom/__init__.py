@@ -94,7 +94,7 @@ class CustomPart:
     """Its keyword arguments, such as alpha=0.9/momentum=0.9; values as Python writes them."""
 
     def load(self) -> Any:
-        """Import and return the class or function. Raise RequestError if there is none."""
+        """Import and return the class or function. Raise RequestError if it does not exist."""
         return import_object(self.path, self.noun)
 
     def keywords(self) -> dict[str, Any]:

@@ -230,7 +230,7 @@ class DeepImage:
 
     @classmethod
     def from_npy(cls, data: bytes) -> Self:
-        """Return the image in the content of a .npy file. ValueError if there is none."""
+        """Return the image in the content of a .npy file. ValueError for other arrays."""
         file = BytesIO(data)
         if np.lib.format.read_magic(file) != (1, 0):
             raise ValueError("a .npy file of another version")

@@ -276,7 +276,7 @@ class Dataset:
         return self.at_size(self.settings.size)
 
     def at_size(self, size: Size) -> Dataset:
-        """Return the dataset of the bucket of this size; this one if there is none."""
+        """Return the dataset of the bucket of this size; this dataset without such a bucket."""
         return next((bucket for bucket in self.buckets if bucket.settings.size == size), self)
 
     @property

@@ -224,7 +224,7 @@ def _wait_for_source(source: Source, i: int, error: ImageError, began: float, st
 
 
 def _may_retry(attempts: int, began: float, stopping: threading.Event) -> bool:
-    """Pause before another attempt, and return True; False if there is none."""
+    """Pause before another attempt, and return True; False after the last."""
     pause = _FIRST_PAUSE * 2 ** (attempts - 1) * random.SystemRandom().uniform(1, 1.5)
     return attempts < _TRIES and time.monotonic() - began < _PATIENCE and not stopping.wait(pause)
 

@@ -31,6 +31,15 @@ _SERVED = re.compile(
 _WHOLE = slice(None)
 _MOST_HEADER = 1000  # characters of a .npy header; parsing thousands of nested ones is a MemoryError
 
+# A part of an error of NumPy -> what is wrong with the file.
+_REASONS = {
+    "Object arrays": "Python objects, which are never unpickled: save an array of numbers",
+    "Python objects": "Python objects, which are never unpickled: save an array of numbers",
+    "pickled": "not a .npy file; pickles are never opened: save the array with numpy.save",
+    "mmap length": "truncated",
+    "No data left": "empty",
+}
+
 
 def is_local(path: Path) -> bool:
     """Return False if a file is on a network or FUSE file system; True also where that is unknown."""
@@ -45,20 +54,28 @@ def is_local(path: Path) -> bool:
 
 
 def map_array(file: Path) -> Any:
-    """Map the array in a .npy file, of which the header alone is read. ValueError or OSError if there is none."""
+    """Map the array in a .npy file, of which the header alone is read. ValueError or OSError if it is not one."""
     try:
         return np.load(file, mmap_mode="r", allow_pickle=False, max_header_size=_MOST_HEADER)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # NumPy parses headers as Python, which raises errors of many types
-        raise ValueError(str(error) or type(error).__name__) from error
+        raise ValueError(_reason(str(error)) or type(error).__name__) from error
+
+
+def _reason(said: str) -> str:
+    """Return what is wrong with a .npy file by an error of NumPy, without its advice to unpickle."""
+    for key, reason in _REASONS.items():
+        if key in said:
+            return reason
+    return said
 
 
 def load_rows(path: Path, root: Path, waits: Outage | None = None) -> NDArray[Any] | FileRows:
     """Return the array in a .npy file as `FileRows`.
 
     In column-major order, in which a row is not contiguous, it is mapped instead, or read as a whole if its file
-    system is not local. ValueError or OSError if there is none. `waits` as in `FileRows`.
+    system is not local. ValueError or OSError if it is not one. `waits` as in `FileRows`.
     """
     array = map_array(regular_file(path, root, follow=True))
     if not isinstance(array, np.memmap):

@@ -363,7 +363,7 @@ def parse_condition(condition: str) -> tuple[str, dict[str, str]]:
 
 
 def bytes_of(text: str) -> int:
-    """Parse a size such as 500mb, 50gb, 2tb or 0 to bytes. Raises RequestError if it is none."""
+    """Parse a size such as 500mb, 50gb, 2tb or 0 to bytes. Raises RequestError if it is not a size."""
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(mb|gb|tb)", str(text).strip().lower())
     if match:
         return int(float(match[1]) * {"mb": 10**6, "gb": 10**9, "tb": 10**12}[match[2]])

@@ -109,7 +109,7 @@ class Diffusion:
 
     @property
     def flaw_in_pure_noise(self) -> tuple[str, str]:
-        """Flaw where alpha = 0, and what to use instead of its cause; two empty texts if there is none."""
+        """Flaw where alpha = 0, and what to use instead of its cause; two empty texts without a flaw."""
         if isinstance(self.path, VE):
             return "the ve path's sigma is infinite", "the vp or flow path"
         if isinstance(self.target, Eps):

@@ -100,7 +100,7 @@ def weighted_error(weight: Tensor, y: Tensor, target: Tensor, loss: PixelLoss = 
 def _mean_error(loss: PixelLoss, y: Tensor, target: Tensor, known: Tensor | None = None) -> Tensor:
     """Return the mean error [B] of an output; float32 even under autocast, as the target is.
 
-    With a mask `known` [B, C, H, W] it is the mean over the values alone that are known, 1 in it; 0 for none.
+    With a mask `known` [B, C, H, W] it is the mean over the known values alone, 1 in it; 0 without any.
     """
     errors = loss(y[:, : target.shape[1]], target)
     if known is None:

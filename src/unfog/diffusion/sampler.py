@@ -233,34 +233,41 @@ class Sampler:
             x0, fraction = evaluate(x, now)
             if observe and observe(SamplingStep(i, now.logsnr, x, x0)) is True:
                 return x0
-            # The order falls at the end, where a low one is more stable; at the start `before` limits it.
-            order = min(self.order, len(levels) - 1 - i)
             if self.kind == "unipc" and before:
                 x = unipc_correct(x0, now, before, min(self.order, len(levels) - i))
             here = Visit(now, x, x0)
-            match self.kind:
-                case "ddpm":
-                    learned = fraction.shape[1] > 0 and then.sigma > 0
-                    std = deviation(path, now.logsnr, then.logsnr, fraction) if learned else None
-                    x = ddpm(x, x0, now, then, draw, std)
-                case "ddim":
-                    x = ddim(x, x0, now, then)
-                case "heun" | "edm":
-                    x = heun(x, x0, now, then, predict)
-                # In 15 steps or more the last ones are short enough to stay of third order, as in the authors' code.
-                case "dpmpp" if self.order == 3 and (order == 3 or len(levels) > 15):
-                    x = dpmpp3(x, x0, now, then, before)
-                case "dpmpp":
-                    x = ddim(x, mid_step(x0, now, then, before), now, then)
-                case "dpmpp-sde":
-                    x = ddpm(x, mid_step(x0, now, then, before), now, then, draw)
-                case "unipc":
-                    x = unipc_predict(x, x0, now, then, before, order)
-                case _:
-                    x = resolve_step(self.kind)(x, x0, now, then, StepContext(predict, before, draw))
+            learned = self.kind == "ddpm" and fraction.shape[1] > 0 and then.sigma > 0
+            std = deviation(path, now.logsnr, then.logsnr, fraction) if learned else None
+            # The order falls at the end, where a low one is more stable; at the start `before` limits it.
+            order = min(self.order, len(levels) - 1 - i)
+            # In 15 steps or more the last ones are short enough to stay of third order, as in the authors' code.
+            if self.kind == "dpmpp" and len(levels) > 15:
+                order = self.order
+            x = self._step(here, then, StepContext(predict, before, draw), order, std)
             # Three visits serve the highest order; each more would hold two batches of images.
             before = [*before[-2:], here]
         return x
+
+    def _step(self, here: Visit, then: Level, context: StepContext, order: int, std: Tensor | None) -> Tensor:
+        """Return x at level `then`. `std` is a learned deviation of a step of ddpm."""
+        (now, x, x0), (predict, before, draw) = here, context
+        match self.kind:
+            case "ddpm":
+                return ddpm(x, x0, now, then, draw, std)
+            case "ddim":
+                return ddim(x, x0, now, then)
+            case "heun" | "edm":
+                return heun(x, x0, now, then, predict)
+            case "dpmpp" if order == 3:
+                return dpmpp3(x, x0, now, then, before)
+            case "dpmpp":
+                return ddim(x, mid_step(x0, now, then, before), now, then)
+            case "dpmpp-sde":
+                return ddpm(x, mid_step(x0, now, then, before), now, then, draw)
+            case "unipc":
+                return unipc_predict(x, x0, now, then, before, order)
+        own: Tensor = resolve_step(self.kind)(x, x0, now, then, context)
+        return own
 
     def _noisier(self, now: Level, path: Path, noisiest: Level) -> Level | None:
         """Return the level that EDM's Algorithm 2 adds noise up to before a step; None if it adds none."""

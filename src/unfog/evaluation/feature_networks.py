@@ -140,7 +140,7 @@ def load_torchscript(settings: _NetworkInput, device: torch.device, only_known: 
 def parse_network_file(text: str) -> _NetworkInput:
     """`PATH.pt`, or `PATH.pt:size=224,range=imagenet,resize=bicubic` with any of these.
 
-    RequestError for an option that is none, or a value that is not among those it may have.
+    RequestError for an unknown option, or a value that is not among those it may have.
     """
     match = re.fullmatch(r"(.*\.pt)(?::(.*))?", text)
     if not match:

@@ -80,7 +80,7 @@ def open_features(name_or_path: str, device: torch.device | str = "cpu", only_kn
     A TorchScript file is a program, and PyTorch has no safe way to load one. Naming a file is taken for consent to run
     it. Where the name comes out of something that a stranger may have written, such as the settings of a run that was
     sent, `only_known` refuses every file but Inception's, whose SHA-256 is checked before it is loaded. RequestError
-    for no such name or file; not TorchScript; options that are none; a file that may not be run.
+    for an unknown name, file or option; a file that is not TorchScript, or may not be run.
     """
     device = torch.device(device)
     # MPS pools to sizes that divide the image's alone.

@@ -61,7 +61,7 @@ class _Network(nn.Module):
         self.body = nn.Sequential(*layers, nn.AdaptiveAvgPool2d((places[0], places[1])), nn.Flatten(), nn.Dropout(0.1))
         self.hidden = nn.Linear(widths[-1] * places[0] * places[1], 4 * _WIDTH)
         self.last = nn.Linear(4 * _WIDTH, max(1, outputs))
-        # By number, as a name of a column may be none of a module.
+        # By number, as the name of a column may not be allowed for a module.
         readers = {f"{i}": JUDGED[one.kind].reader(one) for i, one in enumerate(facts)}
         self.readers = nn.ModuleDict({name: one for name, one in readers.items() if one is not None})
         self.outputs = outputs

@@ -47,7 +47,7 @@ class ConditionScore:
     kind: str
     measure: str
     """Accuracy, error (root mean square, in the units of the source), R2, average precision, R@1, R@5; of masks pixel
-    accuracy and mean IoU."""
+    accuracy and mean IoU; of captions CLIP score."""
     value: float
     low: float
     high: float
@@ -109,7 +109,7 @@ class JudgedKind:
 
 
 class _OneOfSeveral(JudgedKind):
-    """Classes and categories."""
+    """Scores of classes and of categories, of which an image has one."""
 
     measures = (ACCURACY,)
 
@@ -223,7 +223,7 @@ class _Masks(JudgedKind):
             found.append((read & asked).sum(1))
             either.append((read | asked).sum(1))
         shared, all_ = (weights @ torch.stack(each, 1).double() for each in (found, either))
-        # A label that is in no image and is read in none says nothing: 0 / 0 is NaN.
+        # A label that is neither in the images nor read from them has no score: 0 / 0 is NaN.
         return (shared / all_).nanmean(1)
 
 
@@ -353,11 +353,12 @@ def score_condition(
         shuffled = _shuffled(kind, measure, facts, output, target)
         drawn = facts.name, facts.kind, measure, value, low, high, len(target)
         one = ConditionScore(*drawn, real_value, real_low, real_high, len(real_target), shuffled)
-        found.append(replace(one, obeyed=_obeyed(one)))
+        found.append(replace(one, obeyed=verdict_of(one)))
     return found
 
 
-def _obeyed(one: ConditionScore) -> str:
+def verdict_of(one: ConditionScore) -> str:
+    """Return whether samples have what was asked, by how far the score is from shuffled to that of real images."""
     if one.real is None or one.real_low is None or one.real_high is None:
         return "too few real images"
     way = one.real - one.shuffled

@@ -346,7 +346,7 @@ class DiffusersFolder(NamedTuple):
     weights: Path
     """The file of its weights."""
     scheduler: dict[str, Any] | None
-    """Settings of the scheduler beside it; None if there are none."""
+    """Settings of the scheduler beside it; None without any."""
     pipeline: Path
     """The folder of the whole pipeline, or that of the network."""
 
@@ -354,7 +354,7 @@ class DiffusersFolder(NamedTuple):
     def open(cls, folder: Path) -> DiffusersFolder:
         """Read the settings of a network that `save_pretrained` wrote, alone or within a pipeline.
 
-        RequestError if it is none that is known, or its weights are in a pickle or in several files.
+        RequestError if it is unknown, or its weights are in a pickle or in several files.
         """
         places = (folder / "unet", folder / "transformer", folder)
         model = next((place for place in places if (place / _CONFIG).is_file()), None)

@@ -48,7 +48,7 @@ def _words(value):
 
 
 def _number(one, word, index=0):
-    """Return a number, or the one at `index` of a vector; NaN if it is open. ValueError if it is none."""
+    """Return a number, or the one at `index` of a vector; NaN if it is open. ValueError if it is not a number."""
     size = len(one["statistics"]) // 4
     low, high = (one["statistics"][end * size + index] for end in (2, 3))
     name = one["name"] if size == 1 else f"number {index + 1} of {one['name']}"
@@ -66,7 +66,7 @@ def _number(one, word, index=0):
 
 
 def _category(one, word):
-    """Return the number of a category, and -1 for None. ValueError if there is none of this name."""
+    """Return the number of a category, and -1 for None. ValueError if it is unknown."""
     if word is None:
         return -1
     names = [unicodedata.normalize("NFC", name) for name in one["categories"]]

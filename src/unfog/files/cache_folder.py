@@ -294,7 +294,7 @@ class CacheEntry:
 
 
 def _kind_of(path: Path) -> _Kind | None:
-    """Return the kind of an entry; None if it is none, is empty, or holds anything that Unfog does not write there."""
+    """Return the kind of an entry; None if it is unknown, empty, or holds anything that Unfog does not write there."""
     name = path.relative_to(cache_folder()).as_posix()
     kind = next((kind for kind in _KINDS if re.fullmatch(kind.name, name)), None)
     if kind is None or not kind.files:

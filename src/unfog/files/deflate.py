@@ -1,4 +1,4 @@
-"""Bound on what deflate unpacks to, for files whose library has none."""
+"""Bound on the unpacked size of deflate streams, for libraries without such a bound."""
 
 from __future__ import annotations
 

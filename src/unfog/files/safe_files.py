@@ -135,7 +135,7 @@ def file_digest(path: Path, root: Path) -> str:
 
 
 def regular_file(path: Path, root: Path, follow: bool = False) -> Path:
-    """Return the path of a regular file, for a library that reads by name. OSError if it is none, or a link."""
+    """Return the path of a regular file, for a library that reads by name. OSError if it is not a file, or a link."""
     open_file(path, "rb", root, follow).close()
     return path
 
@@ -366,7 +366,7 @@ def _copy(path: Path, target: Path, root: Path) -> None:
 
 
 def disk_usage(path: Path) -> int:
-    """Return the bytes on disk of a file or folder, as `du` counts them; 0 if there is none. Links are not followed."""
+    """Return the bytes on disk of a file or folder, as `du` counts them; 0 without one. Links are not followed."""
     total = 0
     for place, _, names in os.walk(path) if os.path.isdir(path) else [(str(path.parent), [], [path.name])]:
         for name in names:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unfog.config.requests.evaluate import NOT_COMPARED, ON_REQUEST, VALUES
+from unfog.config.requests.evaluate import NOT_COMPARED, ON_REQUEST, VALUES, EvaluationRequest
 from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.errors import RequestError
 from unfog.evaluation.features import Features, PixelSource, Ranks, compute_features, compute_statistics
@@ -23,7 +23,8 @@ from unfog.evaluation.metrics import MetricResult, check_count, compare_features
 from unfog.evaluation.pixel_metrics import PIXEL_METRICS, compare_pixels, radial_spectrum
 from unfog.evaluation.value_metrics import Curve, RealImages
 from unfog.reporting.charts import line_chart
-from unfog.reporting.progress import Progress
+from unfog.reporting.progress import Progress, plural
+from unfog.settings import is_auto
 from unfog.training.distributed.world import SINGLE_PROCESS, World
 from unfog.values.image_format import CHANNELS, describe_channels
 
@@ -184,13 +185,28 @@ def _check_shapes(real: tuple[int, ...], samples: tuple[int, ...]) -> None:
 
 
 def check_for_values(metrics: Sequence[str], kind: str) -> None:
-    """Raise RequestError if one of the metrics is of pictures of 8 bits; `kind` names the images, which are none."""
+    """Raise RequestError if a metric is of pictures of 8 bits; `kind` names the images, which are not pictures."""
     wrong = [name for name in metrics if name not in (*VALUES, *NOT_COMPARED)]
     if wrong:
         raise RequestError(
             f"{', '.join(wrong)} compare pictures of 8 bits, grey or RGB, and these images have {kind}; give "
             f"{','.join(VALUES)}, which compare any values, or held_out"
         )
+
+
+def check_no_features(request: EvaluationRequest, kind: str) -> None:
+    """Raise RequestError if features are given for images of this kind, which have other values than pictures."""
+    if not is_auto(request, "features"):
+        raise RequestError(
+            f"features = {request.features} are of pictures of 8 bits, grey or RGB, and mean nothing for {kind}; omit "
+            f"them: {', '.join(VALUES)} compare any values"
+        )
+
+
+def check_enough(count: int, what: str) -> None:
+    """Raise RequestError if there are too few images for any metric."""
+    if count < 10:
+        raise RequestError(f"{what} has {plural(count)}; at least 10 are needed")
 
 
 def _measure_pixels(name: str, real: Tensor, fake: Tensor, baseline: bool) -> list[MetricResult]:

@@ -28,6 +28,7 @@ from unfog.evaluation.judged_kinds import ConditionScore
 from unfog.evaluation.metrics import MetricResult, Z
 from unfog.evaluation.value_metrics import Curve
 from unfog.files.safe_files import make_folder, write_atomic
+from unfog.inference.clip_scores import measure_clip
 from unfog.inference.compare_images import FEWEST_COMPARED, reference_rows, spectrum_chart, verdict
 from unfog.inference.evaluation_files import (
     Evaluation,
@@ -54,7 +55,7 @@ from unfog.reporting.image_grids import Pixels, save_png
 from unfog.reporting.progress import Progress
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World
-from unfog.values.columns import rows_of
+from unfog.values.columns import Column, rows_of
 from unfog.values.condition_format import Given
 from unfog.values.condition_requests import spell_guidance
 
@@ -94,6 +95,11 @@ def compute_metrics(
                 truth = _compare_with_truth(run, setup)
                 if judged_columns(run.config.conditions):
                     obeys, judge = _judge_samples(run.config, setup, mixed)
+            if setup.clip is not None:
+                scores, how = measure_clip(
+                    run.config, setup.dataset, mixed, _asked_of(run.config, setup, mixed), setup.clip
+                )
+                obeys, judge = [*obeys, *scores], "; ".join(filter(None, (judge, how)))
         if len(samples.parts) > 1:
             of_sizes = _measure_sizes(setup, samples.parts, world)
     said = verdict(metrics, copies)
@@ -125,15 +131,18 @@ def _judge_samples(
 ) -> tuple[list[ConditionScore], str]:
     """Return the scores of the conditions of samples, and the description of their judge."""
     judge = ConditionJudge.open(config, setup.dataset)
+    return judge.score(in_parts(samples), _asked_of(config, setup, samples)), judge.description
+
+
+def _asked_of(config: Config, setup: EvaluationSetup, samples: GeneratedSamples | MixedSamples) -> dict[str, Column]:
+    """Return the columns that samples were drawn with, in their order."""
     format, parts = config.conditions, [(one.generation.given, one.generation.count) for one in setup.parts]
     given = [format.columns_of(own, range(count)) for own, count in parts]
     joined = {
         name: replace(column, values=np.concatenate([one[name].values for one in given]))
         for name, column in given[0].items()
     }
-    if isinstance(samples, MixedSamples):
-        joined = rows_of(joined, samples.order)
-    return judge.score(in_parts(samples), joined), judge.description
+    return rows_of(joined, samples.order) if isinstance(samples, MixedSamples) else joined
 
 
 def _measure_sizes(setup: EvaluationSetup, samples: Sequence[GeneratedSamples], world: World) -> list[MetricResult]:
@@ -270,7 +279,7 @@ def _losses_of_sizes(held_out: HeldOutBuckets, losses: Tensor) -> list[MetricRes
 
 def _held_out_set(dataset: Dataset, run: LoadedRun, most: int) -> HeldOut:
     held_out = build_held_out_set(dataset, run.config, run.device, most)
-    assert isinstance(held_out, HeldOut), "bits need images of one size; they are left out if there are none"
+    assert isinstance(held_out, HeldOut), "bits need images of one size; others have no bits"
     return held_out
 
 

@@ -158,7 +158,7 @@ def _checked(request: EmaSweepRequest) -> tuple[str, int, tuple[float, ...], int
     """Return metric, number of images, widths and step; from Python, a request may hold anything."""
     metric = request.metric
     if metric not in _USUAL_N:
-        raise RequestError(f"metric = {metric!r} is none of {', '.join(_USUAL_N)}")
+        raise RequestError(f"metric = {metric!r} must be one of {', '.join(_USUAL_N)}")
     n, widths = of_type(int, request.n, "n"), of_type(tuple[float, ...], request.widths, "widths")
     step = of_type(int | None, request.checkpoint, "step")
     of_type(str, request.features, "features")

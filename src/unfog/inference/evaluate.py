@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from unfog.config.requests.evaluate import (
+    CLIP,
     LOSSES,
     METRICS,
     NOT_COMPARED,
@@ -37,7 +38,16 @@ from unfog.errors import RequestError, RunError
 from unfog.evaluation.feature_networks import inception_path
 from unfog.evaluation.features import Features, delete_features, open_features
 from unfog.evaluation.pixel_metrics import PIXEL_METRICS
-from unfog.inference.compare_images import Comparison, ImageRows, check_for_values, reference_rows, verdict
+from unfog.inference.clip_scores import open_clip
+from unfog.inference.compare_images import (
+    Comparison,
+    ImageRows,
+    check_enough,
+    check_for_values,
+    check_no_features,
+    reference_rows,
+    verdict,
+)
 from unfog.inference.compute_metrics import compute_metrics
 from unfog.inference.evaluation_files import (
     ARITHMETIC,
@@ -119,7 +129,7 @@ def _resolve_request(
     config, n = run.config, request.samples_on(run.device.type)
     picture = config.image_format.is_picture
     if not picture:
-        _check_no_features(request, str(config.image_format))
+        check_no_features(request, str(config.image_format))
     features = open_request_features(request, run.device) if picture else None
     real, name = _load_reference(run, request, dataset, stop)
     reference = real.train
@@ -130,6 +140,7 @@ def _resolve_request(
     # Held-out losses are of the network alone, for which no guide has to be loaded.
     guide = "none" if request.guide is None and set(metrics) <= {*LOSSES} else request.guide
     guidance = resolve_guidance(run, guide, request.guidance, request.precision, request.guide_every)
+    clip = open_clip(config, request.clip_folder, run.device) if CLIP in metrics else None
     generation = GenerationSettings(
         n,
         run.sampler(request.sampler, request.steps),
@@ -142,7 +153,9 @@ def _resolve_request(
         guide_every=request.guide_every,
     ).resolved(config, run.device)
     parts = _parts(run, generation, dataset, real)
-    return EvaluationSetup(compared, generation, parts, dataset, name, request.against, guidance.guide, guidance.name)
+    return EvaluationSetup(
+        compared, generation, parts, dataset, name, request.against, guidance.guide, guidance.name, clip
+    )
 
 
 def _parts(
@@ -210,12 +223,6 @@ def _load_reference(
     return real, name
 
 
-def check_enough(count: int, what: str) -> None:
-    """Raise RequestError if there are too few images for any metric."""
-    if count < 10:
-        raise RequestError(f"{what} has {plural(count)}; at least 10 are needed")
-
-
 def _possible_metrics(
     run: LoadedRun, request: EvaluationRequest, dataset: Dataset, features: Features | None
 ) -> tuple[str, ...]:
@@ -227,6 +234,7 @@ def _possible_metrics(
     metrics = (*_usual_metrics(request, format.is_picture, features is not None), *["held_out"] * (not request.metrics))
     if not request.metrics and conditions.can_be_dropped:
         metrics += (*[OBEYS] * can_be_obeyed(conditions), WORTH)
+    metrics += (CLIP,) * bool(request.clip_folder and not request.metrics)
     if not format.is_picture:
         check_for_values(metrics, str(format))
     check_condition_metrics(metrics, conditions)
@@ -274,6 +282,7 @@ def _result_key(setup: EvaluationSetup) -> str:
         features,
         reference,
         setup.against,
+        *([setup.clip.digest] if setup.clip else []),
         *(_samples_key(part, setup) for part in setup.parts),
     )
     return hashlib.sha256(repr((FORMAT, ARITHMETIC, settings)).encode()).hexdigest()[:12]
@@ -395,7 +404,7 @@ def evaluate_images(images: str, request: EvaluationRequest, size: Size, device:
         samples, reference = load_both(images, request.reference, size, stop)
         picture = are_pictures(reference.pixels[:1].transpose(0, 2, 3, 1))
         if not picture:
-            _check_no_features(request, f"{describe_channels(reference.pixels.shape[1])} of float32")
+            check_no_features(request, f"{describe_channels(reference.pixels.shape[1])} of float32")
         features = open_request_features(request, choose_device(device)) if picture else None
         rows = _rows_without_grids(samples)
         check_enough(len(rows), sanitize(images))
@@ -489,12 +498,3 @@ def _usual_metrics(request: EvaluationRequest, picture: bool, has_features: bool
     if request.metrics or not picture:
         return request.metrics or VALUES
     return tuple(name for name in USUAL if has_features or name in PIXEL_METRICS)
-
-
-def _check_no_features(request: EvaluationRequest, kind: str) -> None:
-    """Raise RequestError if features are given for images of this kind, which have other values than pictures."""
-    if not is_auto(request, "features"):
-        raise RequestError(
-            f"features = {request.features} are of pictures of 8 bits, grey or RGB, and mean nothing for {kind}; omit "
-            f"them: {', '.join(VALUES)} compare any values"
-        )

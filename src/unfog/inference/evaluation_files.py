@@ -28,6 +28,7 @@ from unfog.files.safe_files import LARGEST_TEXT, make_folder, read_file, write_a
 from unfog.files.seals import is_sealed, seal_of, seal_of_object
 from unfog.inference.compare_images import Comparison, real_text
 from unfog.inference.loaded_run import LoadedRun
+from unfog.models.pretrained.image_text import ImageTextModel
 from unfog.pipeline.generate import GenerationSettings
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.notebook import preformatted
@@ -78,6 +79,8 @@ class EvaluationSetup(NamedTuple):
     guide: Denoiser | None = None
     """Weaker network of autoguidance."""
     guide_name: str = ""
+    clip: ImageTextModel | None = None
+    """Model of the CLIP score."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class Evaluation:
     asked: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, metric: str) -> MetricResult:
-        """Return the metric of this name. KeyError if there is none."""
+        """Return the metric of this name. KeyError if it is unknown."""
         for one in self.measured:
             if one.metric == metric:
                 return one

@@ -32,7 +32,7 @@ class Guidance(NamedTuple):
     guide: Denoiser | None
     scale: GuidanceScale
     name: str
-    """The guide as a person names it; "" for none."""
+    """The guide as a person names it; "" without one."""
 
 
 def resolve_guidance(
@@ -43,11 +43,11 @@ def resolve_guidance(
     every: int = 1,
     edits: bool = False,
 ) -> Guidance:
-    """Return the guide and the guidance scale; None is the usual one, and a guide of "none" is none.
+    """Return the guide and the guidance scale; None is the usual one; "none" uses no guide.
 
     Weights of conditions are guidance by conditions alone, without a guide, in the form of `ConditionFormat.guidance`.
     `edits` is true where samples begin from an image, which only a guide that was asked for guides.
-    RequestError if there is no such guide, or the scale does not use it, or `every` needs one and there is none.
+    RequestError if the guide is unknown, if the scale does not use it, or if `every` is given without a guide.
     """
     if isinstance(scale, tuple):
         if guide not in (None, _NONE):

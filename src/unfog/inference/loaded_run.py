@@ -53,7 +53,7 @@ class LoadedRun:
 
     Raises:
         RequestError: `path` is not a run, or has no such checkpoint, or its snapshots do not allow that EMA.
-        RunError: its checkpoints are broken, or there is none yet.
+        RunError: its checkpoints are broken, or it has not saved one yet.
     """
 
     step = 0
@@ -126,7 +126,7 @@ class LoadedRun:
         return network.to(self.device).eval(), loaded
 
     def _load_swept_ema(self, network: nn.Module, saved: CheckpointInfo) -> bool:
-        """Load the EMA of the width that `unfog ema-sweep` chose; return False if there is none, or its own."""
+        """Load the EMA of the width that `unfog ema-sweep` chose; return False if it chose none, or its own."""
         width, own = swept_width(self.path), self.config.ema
         if width is None or (isinstance(own, PowerEma) and own.width == width):
             return False
@@ -176,7 +176,7 @@ class LoadedRun:
         return ImageMap.of(self.config, self.device).view
 
     def show_channels(self, view: str) -> None:
-        """Show these channels, such as "0" or "3,2,1", in pictures of samples. RequestError if there are none such."""
+        """Show these channels, such as "0" or "3,2,1", in pictures of samples. RequestError without such pictures."""
         self.config = self.config.with_view(view)
 
     def sampler(

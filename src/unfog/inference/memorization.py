@@ -227,7 +227,7 @@ class UnseenImages:
 
     @property
     def own(self) -> list[int]:
-        """Index of each among the training images; -1 for none."""
+        """Index of each among the training images; -1 if it is not one of them."""
         return [-1] * len(self.rows) if self.enough else self.rows.tolist()
 
 

@@ -33,7 +33,8 @@ from unfog.values.condition_format import ConditionFormat
 from unfog.values.condition_kinds import ColumnFacts
 
 _AT_ONCE = 250  # images that are read and judged
-_MOST_REAL = 2000  # real images whose scores are compared with those of samples
+MOST_REAL = 2000
+"""Real images whose scores are compared with those of samples, at most."""
 _FEW_HELD_OUT = 50  # held-out images below which training images are kept from the judge as well
 _KEPT = 5  # one of so many training images then
 
@@ -75,7 +76,7 @@ class ConditionJudge:
         judge, train = Judge.untrained(judged_columns(config.conditions), dataset.settings.image_format), dataset.train
         columns = judge.facts
         rows = evenly_spaced(len(train), judge.most_images)
-        held_out = evenly_spaced(len(dataset.held_out), _MOST_REAL)
+        held_out = evenly_spaced(len(dataset.held_out), MOST_REAL)
         kept = rows[::_KEPT] if len(held_out) < _FEW_HELD_OUT else rows[:0]
         rows = np.setdiff1d(rows, kept)
         _train(judge, train, rows, config.data.flip)

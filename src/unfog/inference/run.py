@@ -226,7 +226,7 @@ class Run(LoadedRun):
             given_table: file .csv, .tsv or .jsonl with conditions as columns, a sample for each row; n is its rows.
             guide: a weaker network, given the same class; samples move away from what it generates. "auto" is this
                 run's EMA of an earlier step, and what new runs without classes are guided by unless `image` is given;
-                "none" is none. Without one, guidance moves samples away from what the network generates without a
+                "none" uses no guide. Without one, guidance moves samples away from what the network generates without a
                 class.
             image: file, or uint8 [H, W] or [H, W, C], brought to the run's size as training images are; the samples
                 are variations of it.
@@ -463,11 +463,11 @@ class Run(LoadedRun):
         Those of a run with buckets are of all sizes in proportion, then of each size; after `at_size`, of one size.
 
         Args:
-            metrics: of fid, kid, precision, recall, density, coverage, sliced, detail, held_out, bits, fid_infinity;
-                () is all but the last two.
+            metrics: of fid, kid, precision, recall, density, coverage, sliced, detail, held_out, bits, fid_infinity,
+                obeys, worth, clip; () is all that apply but bits, fid_infinity and, without `clip_folder`, clip.
             n: number of samples; 0 is 1,000 on a CPU, and 10,000 elsewhere.
             settings: features, reference, sampler, steps, seed, guidance, guide, guide_every, batch, precision,
-                against: see `config.requests.evaluate.EvaluationRequest`.
+                clip_folder, against: see `config.requests.evaluate.EvaluationRequest`.
 
         Raises:
             RequestError: there is no such metric, file or reference.

@@ -66,7 +66,7 @@ def _known_rows(columns: tuple[ColumnFacts, ...], images: ImageSet, rows: NDArra
 
 
 def _as_image(one: ColumnFacts, taken: Mapping[str, Column], truth: Tensor) -> Tensor | None:
-    """Return a condition as images like `truth`, with the mean of an image where it is missing; None if it is none."""
+    """Return a condition as images like `truth`, with the mean of an image where it is missing; None of other kinds."""
     if not IMAGE_KINDS[one.kind].made:
         return None
     values = torch.from_numpy(as_floats(np.asarray(taken[one.name].values[:])))

@@ -6,11 +6,9 @@ A text is given by its tokens of the run's own `Tokenizer`, and the encoder read
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +19,8 @@ from torch import Tensor, nn
 
 from unfog.errors import RequestError
 from unfog.files.cache_folder import cache_folder, hold, make_room, release
-from unfog.files.safe_files import LARGEST_TEXT, file_digest, read_file, tensor_file, write_atomic
+from unfog.files.safe_files import tensor_file, write_atomic
+from unfog.models.pretrained.folder import PretrainedFolder
 from unfog.models.text_encoder import Layer, TextEncoder, normal
 from unfog.text import sanitize
 from unfog.values.condition_format import PretrainedText
@@ -38,8 +37,6 @@ _CLASSES = {
     **dict.fromkeys(("t5", "mt5", "umt5"), "T5EncoderModel"),
     **dict.fromkeys(("bert", "distilbert", "roberta", "xlm-roberta", "mpnet"), "AutoModel"),
 }
-_MISSING = "text_encoder.pretrained needs transformers: pip install 'unfog[text]'"
-_FILES = ("*.json", "*.txt", "*.model", "*.safetensors")  # that an encoder and its tokenizer are made of
 
 
 class _Encoder(NamedTuple):
@@ -52,55 +49,25 @@ class _Encoder(NamedTuple):
 
 
 def describe_encoder(folder: str) -> PretrainedText:
-    """Return the facts on a folder of Hugging Face that a run keeps. RequestError if we read none there."""
-    if find_spec("transformers") is None:
-        raise RequestError(_MISSING)
-    path = Path(folder).expanduser().resolve()
-    kind, config = _kind_of(path)
+    """Return the facts on a folder of Hugging Face that a run keeps. RequestError without a known encoder."""
+    found = _folder(path := Path(folder).expanduser().resolve())
+    found.check_installed()
+    kind, config = found.config(_CLASSES)
     nested = config.get("text_config")
     text: dict[str, Any] = nested if isinstance(nested, dict) else config
     width = next((text[name] for name in ("d_model", "hidden_size", "dim") if isinstance(text.get(name), int)), None)
     # transformers leaves out what has its usual value.
     width = {"clip": 512, "siglip": 768}.get(kind.partition("_")[0]) if width is None else width
     if not width or not 1 <= width <= 16384:
-        raise _refused(path, "its config.json has no width (hidden_size or d_model)")
+        raise found.refused("its config.json has no width (hidden_size or d_model)")
     places = text.get("max_position_embeddings", {"clip": 77}.get(kind.partition("_")[0], 64))
     # RoBERTa numbers its positions from 2 on.
     length = min(_TOKENS, places - 2 * (kind in ("roberta", "xlm-roberta"))) if isinstance(places, int) else _TOKENS
-    return PretrainedText(str(path), _digest(path), width, max(1, length))
+    return PretrainedText(str(path), found.digest(), width, max(1, length))
 
 
-def _refused(path: Path, why: str) -> RequestError:
-    return RequestError(
-        f"text_encoder.pretrained = {sanitize(str(path))}: {why}; give a local folder of Hugging Face with "
-        "config.json, *.safetensors and a tokenizer, of a CLIP, SigLIP, T5 or BERT encoder"
-    )
-
-
-def _kind_of(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the type of the model in a folder, and its configuration. RequestError if we do not read it."""
-    try:
-        config = json.loads(read_file(path / "config.json", path, LARGEST_TEXT, follow=True))
-    except (OSError, ValueError) as error:
-        raise _refused(path, f"its config.json cannot be read ({error})") from None
-    kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind not in _CLASSES:
-        raise _refused(path, f"its model_type is {str(kind)[:40]!r}, and we read {', '.join(_CLASSES)}")
-    if not any(path.glob("*.safetensors")):
-        raise _refused(path, "it has no *.safetensors, and a pickle (*.bin) is not loaded, as it may run code")
-    return str(kind), config
-
-
-def _digest(path: Path) -> str:
-    """Return the sha256 of the files of an encoder: their names and contents."""
-    digest = hashlib.sha256()
-    try:
-        for file in sorted({file for pattern in _FILES for file in path.glob(pattern)}):
-            # A snapshot of the Hub's cache has links to files beside it.
-            digest.update(f"{file.name} {file_digest(file.resolve(), file.resolve().parent)}\n".encode())
-    except OSError as error:
-        raise _refused(path, f"it cannot be read ({error})") from None
-    return digest.hexdigest()
+def _folder(path: Path) -> PretrainedFolder:
+    return PretrainedFolder("text_encoder.pretrained", path, "a CLIP, SigLIP, T5 or BERT encoder")
 
 
 @lru_cache(1)
@@ -112,24 +79,15 @@ def _load(described: PretrainedText) -> _Encoder:
             f"the run reads texts with the encoder in {sanitize(described.folder)}, which is not there; put the folder "
             "back, or draw captions of the training set, which are in the cache"
         )
-    kind, _ = _kind_of(path)
-    if _digest(path) != described.sha256:
+    folder = _folder(path)
+    kind, _ = folder.config(_CLASSES)
+    if folder.digest() != described.sha256:
         raise RequestError(
             f"{sanitize(described.folder)} changed since the run began (sha256 differs), and its texts would mean "
             "something else; restore the folder"
         )
-    if find_spec("transformers") is None:
-        raise RequestError(_MISSING)
-    import transformers
-
-    safely = {"local_files_only": True, "trust_remote_code": False}
-    try:
-        model = getattr(transformers, _CLASSES[kind]).from_pretrained(path, use_safetensors=True, **safely)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **safely)
-    except Exception as error:  # of a stranger's files; the library raises many kinds
-        reason = " ".join(str(error).split())[:200]
-        raise _refused(path, f"transformers cannot load it ({type(error).__name__}: {reason})") from error
-    return _Encoder(model.eval().float().requires_grad_(False), tokenizer, kind.startswith("siglip"))
+    model, tokenizer = folder.load(_CLASSES[kind])
+    return _Encoder(model, tokenizer, kind.startswith("siglip"))
 
 
 @torch.inference_mode()

@@ -285,7 +285,7 @@ def build_held_out_set(
 ) -> HeldOut | HeldOutBuckets | None:
     """Return at most `wanted` held-out images (0: `evaluate.images`), evenly spaced, as network input on the device.
 
-    None if there are none.
+    None without any.
     """
     images, wanted = dataset.as_network_input.held_out, wanted or config.evaluate.images
     if not len(images):

@@ -60,7 +60,7 @@ class GenerationSettings:
     precision: SamplingPrecision = "auto"  # of the network; the sampler itself always computes in fp32
     guide_every: int = 1  # guided calls of the network to a call of the guide, whose difference is kept in between
     negative: tuple[int, ...] = field(default=(), repr=False)
-    """Tokens of a text that guidance leads away from; () is none."""
+    """Tokens of a text that guidance leads away from; () without one."""
     shared: int = field(
         default=1, repr=False
     )  # samples in a row that begin from the same noise, as the cells of a grid do
@@ -239,7 +239,7 @@ def conditional_denoiser(
 
     Guidance extrapolates away from the weaker `guide` with the same conditions, or else from outputs with fewer
     conditions. A negative text takes the place of the text that the guide is given, and of one that is hidden.
-    RequestError if that needs conditions, or a network trained without them at times, and there is none.
+    RequestError if that needs conditions, or a network that was trained without them at times, and the run lacks these.
     """
     scale = config.conditions.guidance(settings.guidance)
     if scale == 1:

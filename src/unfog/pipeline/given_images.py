@@ -27,12 +27,13 @@ from unfog.settings import is_auto
 from unfog.text import sanitize
 from unfog.values.condition_kinds import ColumnFacts
 from unfog.values.condition_requests import MOST_CELLS, ConditionGrid
-from unfog.values.image_format import STORED, ImageFormat, StoredValues, size_of, to_pillow
+from unfog.values.image_format import CHANNELS, STORED, ImageFormat, StoredValues, size_of, to_pillow
 from unfog.values.kinds.image_kinds import IMAGE_KINDS, Picture, image_columns, picture_text
 from unfog.values.kinds.made_conditions import enlarged, made_of
 
 _Found = Image.Image | DeepImage | NDArray[Any]
 _OPAQUE = 128  # of 255
+_PICTURES = (1, 3)  # channels of what Pillow holds
 
 
 class _Given(NamedTuple):
@@ -165,25 +166,45 @@ def _mask(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.float
 
 def _second(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.float32]:
     channels, height, width = IMAGE_KINDS[facts.kind].shape(facts)
+    if channels not in CHANNELS and isinstance(given.read(), Image.Image):
+        raise ImageError(
+            f"it is a picture, and the condition has {channels} channels; give an array [H, W, {channels}]"
+        )
     ends = facts.statistics[3:]
     bytes_ = ends[:channels] == (0.0,) * channels and ends[channels:] == (255.0,) * channels
     usual = STORED["float32"]
     values = [] if bytes_ else [StoredValues("float32", usual.low, usual.high)]
     format = ImageFormat.of(channels, size_of(height, width), *values)
-    found: NDArray[np.float32] = decode(_reader(given), format, parse_colour("white"))[0].astype(np.float32)
+    found: NDArray[np.float32] = decode(_reader(given, channels), format, parse_colour("white"))[0].astype(np.float32)
     return found
 
 
-def _reader(given: _Given) -> Callable[[], _Found]:
-    """Return the function that reads a picture, so that an array of bytes is one that Pillow could have."""
+def _reader(given: _Given, channels: int) -> Callable[[], _Found]:
+    """Return the function that reads a picture for a condition of so many channels.
+
+    Of one or three, grey and colour become each other, and an array of bytes is one that Pillow could have. Any other
+    number has to be that of the picture. The function raises ImageError where it does not fit.
+    """
 
     def read() -> _Found:
         found = given.read()
-        if isinstance(found, np.ndarray) and found.dtype == np.uint8 and found.shape[2] in (1, 3, 4):
-            return to_pillow(found)
-        return found
+        count = _channels_of(found)
+        if channels not in _PICTURES and (isinstance(found, Image.Image) or count != channels):
+            raise ImageError(f"it has {count} channels, and the condition {channels}; give an array of {channels}")
+        if not isinstance(found, np.ndarray) or channels not in _PICTURES:
+            return found
+        if count not in (1, 3, 4):
+            raise ImageError(f"it has {count} channels; give 1 (grey), 3 (colour) or 4 (and how opaque)")
+        return to_pillow(found) if found.dtype == np.uint8 else found
 
     return read
+
+
+def _channels_of(found: _Found) -> int:
+    if isinstance(found, Image.Image):
+        return len(found.getbands())
+    values = found if isinstance(found, np.ndarray) else found.values
+    return 1 if values.ndim == 2 else int(values.shape[2])
 
 
 def _x0(config: Config, read: Callable[[], _Found], format: ImageFormat) -> torch.Tensor:
@@ -196,7 +217,8 @@ def _x0(config: Config, read: Callable[[], _Found], format: ImageFormat) -> torc
 
 def _degraded(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.float32]:
     """Return a picture of the low resolution enlarged, and a larger one made smaller before."""
-    format, factor, read = config.image_format, int(facts.statistics[3]), _reader(given)
+    format, factor = config.image_format, int(facts.statistics[3])
+    read = _reader(given, format.channels)
     width, height = _sides(read)
     if (height, width) == (format.height // factor, format.width // factor):
         small = replace(format, height=height, width=width)
@@ -213,7 +235,7 @@ def _sides(read: Callable[[], _Found]) -> tuple[int, int]:
 
 
 def _grey(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.float32]:
-    x0 = _x0(config, _reader(given), config.image_format)
+    x0 = _x0(config, _reader(given, config.image_format.channels), config.image_format)
     made: NDArray[np.float32] = made_of(x0, "grey", 0, _no_draws)[0].numpy()
     return made
 
@@ -238,7 +260,8 @@ def _holed(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.floa
             f"{facts.name} = {sanitize(given.name)[:60]}: {'all' if missing.all() else 'nothing'} of the picture is "
             "missing; make the pixels to fill in transparent, or NaN in an array"
         )
-    x0 = _x0(config, _reader(_Given("", lambda: found)), config.image_format)[0].numpy()
+    read = _reader(_Given("", lambda: found), config.image_format.channels)
+    x0 = _x0(config, read, config.image_format)[0].numpy()
     plane, _ = read_mask(lambda: missing.astype(np.uint8), ImageFormat.of(1, config.image_format.size))
     filled: NDArray[np.float32] = np.where(plane[None] > 0, np.float32(np.nan), x0)
     return filled

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -28,45 +29,37 @@ _LONGEST_NEGATIVE = 20  # characters of a negative text in the name of a file
 _LONGEST_NAME = 40  # characters of a class, or of conditions, in the name of a file
 
 
+@dataclass
 class SampleFolder:
-    """Samples 0 to count - 1 as numbered PNGs: 000000-NAME.png, 000001-NAME.png, …
+    """Samples 0 to count - 1 as numbered PNGs: 000000-NAME.png, 000001-NAME.png, …"""
 
-    Args:
-        path: the folder, of `reserve`.
-        digest: of all that the samples depend on.
-        count: number of samples.
-        names: class or conditions of each sample, which the samples cycle through; () without conditions.
-        settings: how the samples are generated, stored in each file.
-        told: title of the name in each file.
-        view: returns pictures uint8 [n, H, W, 3] of samples of other values. The samples themselves are written too, to
-            000000-NAME.npy, …; None if the samples are pictures.
-        values: format of these, in place of .npy.
-        files: name of each sample's file in place of its conditions; "" or () for these.
-    """
+    path: Path
+    """The folder, of `reserve`."""
+    digest: str
+    """Of all that the samples depend on."""
+    count: int
+    names: Sequence[str] = ()
+    """Class or conditions of each sample, which the samples cycle through; () without conditions."""
+    settings: Sequence[str] = ()
+    """How the samples are generated, stored in each file."""
+    told: str = "Class"
+    """Title of the name in each file."""
+    view: Callable[[Pixels], Pixels] | None = None
+    """Returns pictures uint8 [n, H, W, 3] of samples of other values. The samples themselves are written too, to
+    000000-NAME.npy, …; None if the samples are pictures."""
+    format: SampleFormat | None = None
+    """Format of these, in place of .npy."""
+    files: Sequence[str] = ()
+    """Name of each sample's file in place of its conditions; "" or () for these."""
+    negative: str = ""
+    """Text that the samples were led away from, for their files; "" without such a text."""
 
-    negative = ""
-    """Text that the samples were led away from, for their files; "" for none."""
-
-    def __init__(
-        self,
-        path: Path,
-        digest: str,
-        count: int,
-        names: Sequence[str] = (),
-        settings: Sequence[str] = (),
-        told: str = "Class",
-        view: Callable[[Pixels], Pixels] | None = None,
-        values: SampleFormat | None = None,
-        files: Sequence[str] = (),
-    ):
-        self.path, self.digest, self.count = path, digest, count
-        self.names, self.settings, self.told = [sanitize(name) for name in names], settings, told
-        self._files = files
-        self._view, self._values = view, values or SampleFormat(".npy", _npy)
+    def __post_init__(self) -> None:
+        self.names = [sanitize(name) for name in self.names]
 
     def file(self, number: int) -> Path:
         """Return the path of a sample."""
-        named = (self._files[number] if self._files else "") or self._name(number)
+        named = (self.files[number] if self.files else "") or self._name(number)
         away = _in_file_name(f"not {self.negative}", _LONGEST_NEGATIVE) if self.negative else ""
         return self.path / f"{number:06d}{_in_file_name(named)}{away}.png"
 
@@ -98,9 +91,10 @@ class SampleFolder:
                 text["Negative"] = sanitize(self.negative)
             if self.settings:
                 text["Settings"] = sanitize(", ".join([*self.settings, f"sample {number}"]))
-            if self._view is not None:
-                write_atomic(self.file(number).with_suffix(self._values.suffix), self._values.encode(sample), self.path)
-                sample = self._view(sample[None])[0]
+            if self.view is not None:
+                stored = self.format or SampleFormat(".npy", _npy)
+                write_atomic(self.file(number).with_suffix(stored.suffix), stored.encode(sample), self.path)
+                sample = self.view(sample[None])[0]
             save_png(self.file(number), self.path, sample, text=text)
 
     def first(self, count: int) -> Pixels:

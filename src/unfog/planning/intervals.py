@@ -62,7 +62,7 @@ def choose_intervals(config: Config) -> tuple[Changes, list[Choice]]:
 
 
 def _snapshot_interval(config: Config, steps: int) -> tuple[int, str]:
-    """Return the interval of EMA snapshots, -1 for none, and why; no reason if there was nothing to choose."""
+    """Return the interval of EMA snapshots, -1 to take no snapshots, and why; "" if there was nothing to choose."""
     asked, is_open = config.ema_snapshots.every, is_auto(config.ema_snapshots, "every")
     if config.ema_snapshots.second_schedule(config.ema) is None:
         return -1, "" if is_open else "an EMA of fixed decay cannot be rebuilt at other widths"

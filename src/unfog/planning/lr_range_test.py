@@ -306,7 +306,7 @@ def next_rates(trials: Sequence[Trial]) -> list[float]:
 
 
 def suggest(ramp: Ramp, trials: Sequence[Trial]) -> tuple[float | None, str]:
-    """Return the rate and its reason, from the trials, or from the ramp alone if there are none."""
+    """Return the rate and its reason, from the trials, or without trials from the ramp alone."""
     edge, lowest = ramp.lowest
     if not ramp.learns:
         ended = {"diverged": ", where training diverged", "not finite": ", where the loss was not finite", "": ""}

@@ -13,7 +13,7 @@ NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 MAY_BE_IGNORED = ("SIGINT", "SIGHUP")
 
 received = ""
-"""Name of the signal that came before `StopSignals` handled them; "" for none."""
+"""Name of the signal that came before `StopSignals` handled them; "" if none came."""
 _process = 0  # that the handlers are of
 _caught: list[signal.Signals] = []
 _taken_over = False
@@ -36,7 +36,7 @@ def catch() -> None:
 
 
 def take_over() -> str:
-    """Return the name of the signal that came so far, "" for none. Later ones find the work done, and end nothing."""
+    """Return the name of the signal that came so far, or "". Later ones find the work done, and end nothing."""
     global _taken_over
     _taken_over = True
     return received

@@ -48,7 +48,7 @@ def _machine() -> str:
 
 
 def _stat(process: str) -> tuple[str, int] | None:
-    """Return state and start, in ticks, of a process; None if there is none."""
+    """Return state and start, in ticks, of a process; None if it does not exist."""
     with suppress(OSError, ValueError, IndexError):
         # The name of the program, in brackets, may hold spaces; see man 5 proc.
         fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -70,7 +70,7 @@ class RunFolder:
 
     @property
     def newest_preview(self) -> Path:
-        """The last sample grid, or the folder of grids if there is none yet."""
+        """The last sample grid, or the folder of grids before the first."""
         folder = self.path / "samples"
         with suppress(OSError):
             return max((path for path in list_folder(folder, self.path) if path.suffix == ".png"), default=folder)
@@ -220,7 +220,7 @@ class RunFolder:
 
     @classmethod
     def find_earlier_attempt(cls, source: str, out: Path | None) -> RunFolder | None:
-        """Return the run that an earlier attempt of this launch has created; None if there is none.
+        """Return the run that an earlier attempt of this launch has created; None without one.
 
         It is looked for at `out`, or among those named after the source. Leftovers of an attempt that was killed before
         its run began are removed.

@@ -179,7 +179,7 @@ def _rows(read: Callable[[Path, int], list[Row]], path: Path, last: int) -> list
 
 
 def best_metric(path: Path) -> str:
-    """Return `evaluate.best` of a config.toml; the default if there is none."""
+    """Return `evaluate.best` of a config.toml; the default without one."""
     with suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
         text = read_file(path, path.parent, _LARGEST_CONFIG).decode()
         # Parsing takes milliseconds, and a list may have hundreds of runs: only a file that names a metric is parsed.
@@ -200,7 +200,7 @@ def _best(metrics: Sequence[Row], metric: str) -> tuple[float, int | None]:
 
 
 def _seconds_left(metrics: Sequence[Row], steps: int) -> float:
-    """Return the time that `steps` more steps take at the pace of the last lines; nan if there are none."""
+    """Return the time that `steps` more steps take at the pace of the last lines; nan without any."""
     recent = [(finite_number(row.get("step")), finite_number(row.get("seconds"))) for row in metrics[-_PACE_LINES:]]
     known = [(step, seconds) for step, seconds in recent if step >= 0 and seconds >= 0]
     if len(known) < 2:

@@ -50,13 +50,20 @@ def encode_channels(planes: Pixels, ends: Sequence[Sequence[float]], captions: S
 
 
 def read_channels(path: Path, root: Path) -> dict[str, Any] | None:
-    """Return a sheet of a run and the facts that a page shows it by; None if it is missing, damaged or linked.
+    """Return `decode_channels` of a sheet of a run; None if it is missing or linked, too."""
+    with suppress(OSError, ValueError):
+        return decode_channels(read_file(path, root, _LARGEST))
+    return None
+
+
+def decode_channels(data: bytes) -> dict[str, Any] | None:
+    """Return a sheet and the facts that a page shows it by; None if it is damaged.
 
     The result has `images`, `channels`, `height`, `width` and `columns` of tiles, `ends` and `captions`, `maps` with
     colours in hexadecimal at equal distances by name, and `picture`, a `data:` URI of the sheet, encoded anew.
     """
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError, AttributeError):
-        image: Any = decode_png(read_file(path, root, _LARGEST))
+        image: Any = decode_png(data)
         facts = _checked(json.loads(image.text[_KEYWORD]), image.size)
         picture = base64.b64encode(encode_png(np.asarray(image.convert("L")))).decode()
         maps = {name: list(anchors_of(name)) for name in COLOUR_MAPS if name != GREY}

@@ -28,6 +28,8 @@ _FONT_SIZE = 12
 GAP = 2  # white pixels between the images of a grid
 _LINE = _FONT_SIZE + 8
 _BAR = 10  # height of a bar of colours
+_BETWEEN = 12  # white pixels between groups of images
+_MOST_LINES = 4  # of a caption below a group
 
 
 def grid(
@@ -100,19 +102,24 @@ def labelled_strip(
 
 def with_column_captions(body: Pixels, captions: Sequence[str], cell: int, gap: int = GAP) -> Pixels:
     """Return a grid, uint8 [H, W, 3], below a line with a caption for each of its columns, `cell` pixels wide."""
-    offset = body.shape[1] - len(captions) * (cell + gap) + gap
-    head = Image.fromarray(_paper(_LINE, body.shape[1]))
+    return np.concatenate([_column_captions(captions, cell, body.shape[1], gap), body])
+
+
+def _column_captions(captions: Sequence[str], cell: int, width: int, gap: int = GAP) -> Pixels:
+    """Return a line with a caption for each of the columns at the right, uint8 [H, width, 3]."""
+    offset = width - len(captions) * (cell + gap) + gap
+    head = Image.fromarray(_paper(_LINE, width))
     draw = ImageDraw.Draw(head)
     for column, caption in enumerate(captions):
         centre = offset + column * (cell + gap) + cell / 2
         draw.text((centre, head.height / 2), _fitted(caption, cell), (_INK,) * 3, _font(), anchor="mm")
-    return np.concatenate([np.asarray(head), body])
+    return np.asarray(head)
 
 
 def captioned_grid(images: Pixels, across: Sequence[str], down: Sequence[str] = ()) -> Pixels:
     """Return images uint8 [N, H, W, C], row by row, as one picture with a caption above each column and left of a row.
 
-    As many columns as `across` has captions; `down` is a caption for each row, or () for none.
+    As many columns as `across` has captions; `down` is a caption for each row, or () without rows of captions.
     """
     body = grid(images, len(across))
     cell = (body.shape[1] + GAP) // len(across) - GAP
@@ -124,19 +131,63 @@ def captioned_grid(images: Pixels, across: Sequence[str], down: Sequence[str] = 
     return with_column_captions(body, [printable_name(name, str(i)) for i, name in enumerate(across)], cell)
 
 
-def with_caption(body: Pixels, parts: Sequence[str]) -> Pixels:
-    """Return an image, uint8 [H, W, 3], below the parts of its caption, in as many lines as they need."""
+def captioned_groups(parts: Mapping[str, Pixels], captions: Sequence[str]) -> Pixels:
+    """Return pictures that belong together side by side, each group above its caption, in a layout near to a square.
+
+    `parts`: name -> uint8 [N, H, W] or [N, H, W, C], all of one shape; the i-th of each are a group. The names stand
+    above the first row. `captions`: N texts, in at most four lines of the width of a group each, or "". Returns uint8
+    [H', W', 3].
+    """
+    names = list(parts)
+    images, count = [_enlarged(_rgb(part), None) for part in parts.values()], len(captions)
+    groups = [grid(np.stack([part[i] for part in images]), len(names), 1) for i in range(count)]
+    cell, width = images[0].shape[2], groups[0].shape[1]
+    across = min(count, math.ceil(math.sqrt(count / len(names))))
+    lines = [_wrapped(printable_name(text, str(i)), width) for i, text in enumerate(captions)]
+    rows = list[Pixels]()
+    for first in range(0, count, across):
+        row = range(first, min(first + across, count))
+        most = max(len(lines[i]) for i in row)
+        made = [np.concatenate([groups[i], _caption_lines(lines[i], most, width)]) for i in row]
+        gap = _paper(len(made[0]), _BETWEEN)
+        rows.append(np.concatenate([part for one in made for part in (one, gap)][:-1], 1))
+    heads = [_column_captions(names, cell, width), _paper(_LINE, _BETWEEN)] * across
+    return np.concatenate([np.concatenate(heads[:-1], 1), stack(rows)])
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Return a text in lines of at most `width` pixels, four at most."""
+    lines = [_fitted(line, width) for line in _joined(text.split(), " ", width)]
+    if len(lines) > _MOST_LINES:
+        lines = [*lines[: _MOST_LINES - 1], f"{_fitted(lines[_MOST_LINES - 1], width - 14)}…"]
+    return lines
+
+
+def _joined(parts: Sequence[str], between: str, width: int) -> list[str]:
+    """Return texts joined to lines, each of as many as fit in `width` pixels, or of one."""
     lines = list[str]()
     for part in parts:
-        if lines and _font().getlength(longer := f"{lines[-1]}, {part}") <= body.shape[1]:
+        if lines and _font().getlength(longer := f"{lines[-1]}{between}{part}") <= width:
             lines[-1] = longer
         else:
             lines.append(part)
-    head = Image.fromarray(_paper(_LINE * len(lines), body.shape[1]))
-    draw = ImageDraw.Draw(head)
+    return lines
+
+
+def _caption_lines(lines: Sequence[str], count: int, width: int) -> Pixels:
+    """Return lines of text at the left, with room for `count` of them, uint8 [H, W, 3]."""
+    image = Image.fromarray(_paper(_LINE * count, width))
+    draw = ImageDraw.Draw(image)
     for i, line in enumerate(lines):
-        draw.text((0, (i + 0.5) * _LINE), _fitted(line, body.shape[1]), (_INK,) * 3, _font(), anchor="lm")
-    return np.concatenate([np.asarray(head), body])
+        draw.text((0, (i + 0.5) * _LINE), line, (_INK,) * 3, _font(), anchor="lm")
+    return np.asarray(image)
+
+
+def with_caption(body: Pixels, parts: Sequence[str]) -> Pixels:
+    """Return an image, uint8 [H, W, 3], below the parts of its caption, in as many lines as they need."""
+    width = body.shape[1]
+    lines = [_fitted(line, width) for line in _joined(parts, ", ", width)]
+    return np.concatenate([_caption_lines(lines, len(lines), width), body])
 
 
 def with_bar(body: Pixels, colours: Pixels, values: Sequence[str]) -> Pixels:

@@ -17,16 +17,16 @@ from unfog.checks.run.loss_checks import LossImages, check_overfitting, loss_ima
 from unfog.checks.run.run_record import RunRecord
 from unfog.config.schema import Config
 from unfog.config.task import AutoencoderTask, DiffusionTask, Task
-from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
+from unfog.data.dataset import Dataset, ImageSet, evenly_spaced, take_with_rows
 from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, LossAt, midpoints, summarize_losses
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.pipeline.build import build_held_out_set, build_loss, build_loss_at, build_network, without_augmentation
+from unfog.pipeline.condition_pictures import conditions_sheet
 from unfog.pipeline.denoising_pictures import DenoisingStrip
 from unfog.pipeline.generate import (
     GenerationSettings,
     cost_per_sample,
     generate_images,
-    sample_grid,
     view_channels,
     view_grid,
 )
@@ -73,9 +73,10 @@ class Previews:
         held_out: HeldOut | HeldOutBuckets | None,
         stop: StopSignals,
         world: World = SINGLE_PROCESS,
-        given: Given | None = None,
+        shown: ConditionsOfImages | None = None,
     ):
-        self._given = config.conditions.usual if given is None else given
+        self._shown = shown
+        self._given = config.conditions.usual if shown is None else shown.given
         self.config, self.state, self.held_out, self._stop, self._world = config, state, held_out, stop, world
         self._batch = config.training.batch  # images at once; shrinks where memory does not suffice
 
@@ -94,22 +95,30 @@ class Previews:
     ) -> Previews:
         """Return the previews of a run: those of its kind, with its held-out images."""
         held_out = build_held_out_set(dataset, config, state.precision.device)
-        given = conditions_of_images(config, dataset.held_out, dataset.train)
-        return cls.of(config)(config, state, held_out, stop, world, given)
+        shown = conditions_of_images(config, dataset.held_out, dataset.train)
+        return cls.of(config)(config, state, held_out, stop, world, shown)
 
     def preview(self) -> Preview:
         """Return a grid of samples from the same noise each time.
 
-        With classes alone they are those of `unfog sample` without flags, else they have conditions of held-out images.
-        A run with buckets has a grid for each bucket, one below the other, with samples in proportion.
+        With classes alone they are those of `unfog sample` without flags, else they have conditions of held-out images,
+        and stand beside these. A run with buckets has a grid for each bucket, one below the other, with samples in
+        proportion.
         """
-        count, buckets, names = self.config.preview.images, self.config.size_buckets, self.config.conditions.names
+        count, buckets = self.config.preview.images, self.config.size_buckets
         if not buckets:
-            shown = self.config, self.samples(count, self._given), names(self._given, count)
-            return Preview(view_grid(*shown), view_channels(*shown))
+            samples, names = self.samples(count, self._given), self.config.conditions.names(self._given, count)
+            return Preview(self._grid(samples), view_channels(self.config, samples, names))
         shares = [(bucket, n) for bucket, n in zip(buckets, share_samples(buckets, count)) if n]
-        grids = [sample_grid(self.samples(n, self._given, b.size), names(self._given, n)) for b, n in shares]
-        return Preview(stack(grids))
+        return Preview(stack([self._grid(self.samples(n, self._given, bucket.size)) for bucket, n in shares]))
+
+    def _grid(self, samples: Pixels) -> Pixels:
+        """Return one picture of samples [N, H, W, C], with their conditions."""
+        if self._shown is None:
+            return view_grid(self.config, samples, self.config.conditions.names(self._given, len(samples)))
+        # With buckets the images of all sizes are scaled to one, and so none is what a sample should look like.
+        truth = self._shown.images[:0] if self.config.size_buckets else self._shown.images
+        return conditions_sheet(self.config, self._given, samples, truth)
 
     def seconds_per_sample(self) -> float | None:
         """Return the time of one sample of a preview, measured on a few steps of the sampler.
@@ -166,7 +175,7 @@ class Previews:
         return strip.image()
 
     def held_out_loss(self) -> dict[str, Any]:
-        """Return the metrics of the held-out images; empty if there are none."""
+        """Return the metrics of the held-out images; empty without such images."""
         held_out = self.held_out
         if held_out is None:
             return {}
@@ -243,12 +252,23 @@ class Previews:
                     state.ema.swap(state.model)
 
 
-def conditions_of_images(config: Config, held_out: ImageSet, train: ImageSet) -> Given | None:
+class ConditionsOfImages(NamedTuple):
+    """Conditions that samples of a preview cycle through, and the images that have them."""
+
+    given: Given
+    images: Pixels
+    """uint8 [n, H, W, 3], in the view of the run."""
+
+
+def conditions_of_images(config: Config, held_out: ImageSet, train: ImageSet) -> ConditionsOfImages | None:
     """Return the conditions of held-out images, or training ones, for a preview; None for a run with classes alone."""
     if not config.conditions.columns:
         return None
     images = held_out if len(held_out) else train
-    return config.conditions.rows(images.columns.values(), evenly_spaced(len(images), config.preview.images))
+    # An image that cannot be decoded is replaced by another one, whose conditions are then taken.
+    pixels, rows = take_with_rows(images.pixels, np.asarray(evenly_spaced(len(images), config.preview.images)))
+    given = config.conditions.rows(images.columns.values(), rows)
+    return ConditionsOfImages(given, config.view(pixels.transpose(0, 2, 3, 1)))
 
 
 class _AutoencoderPreviews(Previews):

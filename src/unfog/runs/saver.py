@@ -171,7 +171,7 @@ class Saver:
         return regular and guard.anomalous == 0 and guard.ordinary >= self.config.training.patience
 
     def roll_back(self, state: TrainState, reason: str) -> str:
-        """Restore the weights of the newest rollback checkpoint; return its folder. RunError if there is none."""
+        """Restore the weights of the newest rollback checkpoint; return its folder. RunError without one."""
         self.wait()
         self._find_folder()
         self.check_owned()

@@ -105,7 +105,7 @@ class TaskList:
         self._number = 0
 
     def __getitem__(self, number: int) -> _Task:
-        """Return a task by its number. KeyError if there is none."""
+        """Return a task by its number. KeyError if it is unknown."""
         return self._tasks[number]
 
     def list(self) -> list[_Task]:

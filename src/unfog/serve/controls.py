@@ -21,7 +21,8 @@ from unfog.config.presets import preset
 from unfog.config.requests.train import ResumeRequest, TrainRequest
 from unfog.config.schema import Config
 from unfog.custom import consent, names_code
-from unfog.data.settings import LABELS
+from unfog.data.columns.image_setting import split_images
+from unfog.data.settings import LABELS, parse_condition
 from unfog.errors import RequestError
 from unfog.process.heartbeat import Heartbeat, Request
 from unfog.process.run_folder import RunFolder, next_folder
@@ -178,7 +179,7 @@ def _folder_word(path: str | Path) -> str:
 
 
 def remedy_settings(remedy: str) -> dict[str, str] | None:
-    """Return the settings of the `unfog resume` in a remedy of the doctor; None if there is none.
+    """Return the settings of the `unfog resume` in a remedy of the doctor; None without one.
 
     The file of findings may be a stranger's: only flags that the page may give are taken, and not the run it names.
     """
@@ -275,6 +276,12 @@ def _words_of(each: Description, value: object) -> list[str]:
         raise RequestError(f"{each.setting} = {text[:60]} names Python code; give it on the command line")
     if each.setting == "data.labels" and text not in LABELS:
         raise RequestError(f"data.labels must be {', '.join(LABELS)} here; give a table on the command line")
+    if each.setting == "data.condition" and (split_images(text)[0].second or parse_condition(text)[0]):
+        # A table, or images of a second source: the page would read what a visitor names.
+        raise RequestError(
+            f"data.condition = {text[:60]} names files; here it is columns of the source, degrade, grey or hole; give "
+            "it on the command line"
+        )
     flag = f"--{each.flags[0]}" if len(each.flags[0]) > 1 else f"-{each.flags[0]}"
     if each.annotation is bool:
         on, off = each.flags[0], each.flags[len(each.flags) // 2]

@@ -69,7 +69,7 @@ class Guard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        if scope["type"] != "http":  # a websocket would need an Origin check of its own; there is none
+        if scope["type"] != "http":  # a websocket would need an Origin check of its own, and does not exist
             await send({"type": "websocket.close", "code": 1008})
             return
         headers = _Headers(scope["headers"])

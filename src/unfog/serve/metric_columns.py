@@ -307,7 +307,7 @@ def _as_blocks(values: Floats) -> list[Floats]:
 
 
 def _last_finite(blocks: Floats) -> Floats:
-    """Return the last finite value of each row of [n, width]; nan if there is none."""
+    """Return the last finite value of each row of [n, width]; nan without one."""
     last = blocks.shape[1] - 1 - np.isfinite(blocks)[:, ::-1].argmax(axis=1)
     return np.asarray(blocks[np.arange(len(blocks)), last], np.float64)
 

@@ -33,7 +33,9 @@ from unfog.serve.run_files import (
 )
 from unfog.serve.runs import RunEntry
 from unfog.text import sanitize
+from unfog.values.colour_map import category_colours
 from unfog.values.condition_format import TEXT
+from unfog.values.kinds.image_kinds import IMAGE_KINDS
 
 _FINDINGS, _MOST_EVENTS = 200, 5000  # shown, at most
 _EVENT_BYTES = 2**22  # from the end of events.jsonl
@@ -91,7 +93,9 @@ def _conditions(run: Path) -> list[dict[str, Any]]:
         size = len(one.statistics) // 4
         low, high = one.statistics[2 * size : 3 * size], one.statistics[3 * size :]
         names = [] if one.kind == TEXT else list(one.categories)  # of a text its merges, which no field shows
-        found.append({"name": one.name, "kind": one.kind, "categories": names, "low": low, "high": high})
+        colours = [f"#{bytes(each).hex()}" for each in category_colours(names)] if one.kind == "mask" else []
+        facts = {"name": one.name, "kind": one.kind, "categories": names, "colours": colours}
+        found.append({**facts, "low": low, "high": high, "image": one.kind in IMAGE_KINDS})
     return found
 
 

@@ -173,7 +173,7 @@ class PictureCache:
         """Return a picture of a run as WebP, and a tag that changes with the file.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: there is no such file.
             RequestError: it cannot be decoded, is not a PNG or has over 64 MB.
         """
         found = await asyncio.to_thread(stat_of, path)

@@ -65,11 +65,11 @@ def can_be_masked(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _build_muon(model: nn.Module, settings: Optimizer, muon: Muon, fast: torch.dtype) -> MuonAdamW:
-    matrices, others = _split_for_muon(model)
+    matrices, others = split_for_muon(model)
     return MuonAdamW(matrices, _build_adamw(others, settings), muon.momentum, muon.rounds, fast)
 
 
-def _split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return the matrices for Muon, and all other parameters for AdamW.
 
     Vectors go to AdamW, also those with sides of 1 such as the gains [1, C, 1, 1] of a norm: with one row or column,

@@ -1,4 +1,4 @@
-"""Precision of forward and backward: fp32, bf16 or fp16 by autocast, loss scaling, and 16-bit copies of weights."""
+"""Precision of a step: autocast to bf16 or fp16, loss scaling, the clipped update, and 16-bit copies of weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
-"""Colour maps for the view of one channel: grey, and viridis of Smith, van der Walt and Firing."""
+"""Colours: maps for the view of one channel, grey and viridis of Smith, van der Walt and Firing; labels of masks."""
 
 from __future__ import annotations
 
+import colorsys
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,3 +35,26 @@ def colour_table(name: str) -> NDArray[np.uint8]:
     colours = np.array([[*bytes.fromhex(colour)] for colour in anchors_of(name)], np.float64)
     places = np.linspace(0, 255, len(colours))
     return np.stack([np.interp(levels, places, part) for part in colours.T], axis=1).round().astype(np.uint8)
+
+
+_COLOUR = re.compile("#[0-9a-f]{6}")
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+def category_colours(categories: Sequence[str]) -> list[tuple[int, int, int]]:
+    """Return a colour for each category of a mask: its own, as of "#ff8000", or one that differs from the others.
+
+    The first of other categories is black, as it is the background of most masks.
+    """
+    return [_category_colour(name, i) for i, name in enumerate(categories)]
+
+
+def _category_colour(name: str, number: int) -> tuple[int, int, int]:
+    if _COLOUR.fullmatch(name):
+        red, green, blue = bytes.fromhex(name[1:])
+        return red, green, blue
+    if number == 0:
+        return 0, 0, 0
+    # Hues at steps of the golden ratio stay apart for any number of them.
+    red, green, blue = (round(255 * part) for part in colorsys.hsv_to_rgb(number * _GOLDEN % 1, 0.75, 0.95))
+    return red, green, blue

@@ -65,7 +65,7 @@ def rows_of(columns: Mapping[str, Column], index: Any) -> dict[str, Column]:
 
 
 def columns_digest(columns: Mapping[str, Column]) -> str:
-    """Return a digest of all columns but that of the class labels; "" if there are none."""
+    """Return a digest of all columns but that of the class labels; "" without any."""
     digest, others = hashlib.sha256(), without_class(columns)
     update_digest(digest, others)
     return digest.hexdigest() if others else ""

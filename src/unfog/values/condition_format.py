@@ -335,7 +335,7 @@ class ConditionFormat:
         return {**given, self.text.name: words}
 
     def read_negative(self, negative: str) -> tuple[int, ...]:
-        """Return the tokens of a text that samples are led away from; () for "", which is none.
+        """Return the tokens of a text that samples are led away from; () for "".
 
         RequestError if the run has no texts, or the text is too long.
         """

@@ -128,7 +128,7 @@ class ConditionKind:
         return values
 
     def parse(self, facts: ColumnFacts, word: object) -> Any:
-        """Return the value of a word of a command line, or of a Python value. RequestError if it is none."""
+        """Return the value of a word of a command line, or of a Python value. RequestError if it does not fit."""
         raise NotImplementedError
 
     def usual(self, facts: ColumnFacts) -> tuple[Any, ...]:
@@ -307,7 +307,7 @@ class SeveralKind(_CategoriesKind):
         return f"any of {len(facts.categories)}: {some(facts.categories)}"
 
     def parse(self, facts: ColumnFacts, word: object) -> tuple[int, ...]:
-        """Return 0 or 1 for each category. A text has names between semicolons: ";" is none of them."""
+        """Return 0 or 1 for each category. A text has names between semicolons: ";" has no names."""
         words = split_several(word) if isinstance(word, str) else [*word] if isinstance(word, Iterable) else [word]
         chosen = {read_category(facts, each) for each in words}
         return tuple(int(i in chosen) for i in range(len(facts.categories)))
@@ -386,7 +386,7 @@ KINDS: dict[str, ConditionKind] = {
 
 
 def kind_of(name: str, column: str = "") -> ConditionKind:
-    """Return the kind of this name. RequestError if there is none."""
+    """Return the kind of this name. RequestError if it is unknown."""
     if name not in KINDS:
         of = f"column {column!r}: " if column else ""
         raise RequestError(f"{of}kind {name!r} of a condition is unknown{suggest(name, KINDS)}")

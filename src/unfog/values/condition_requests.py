@@ -21,7 +21,7 @@ _LARGEST = 1e30  # as of other settings: float32 has little beyond it
 
 
 def parse_weights(given: object, setting: str = "guidance") -> Weights:
-    """Return the weights of text such as "age=2,stain=1", of a dict, or of pairs. RequestError if they are none."""
+    """Return the weights of text such as "age=2,stain=1", of a dict, or of pairs. RequestError if they are invalid."""
     pairs: Iterable[object]
     if isinstance(given, str):
         pairs = [tuple(word.split("=")) for word in given.split(",")]
@@ -117,7 +117,7 @@ class CellNames(NamedTuple):
 
 
 def parse_grid(given: Mapping[str, object] | Iterable[str]) -> ConditionGrid:
-    """Return the grid of a dict, or of words such as "age=20..80". RequestError if it is none."""
+    """Return the grid of a dict, or of words such as "age=20..80". RequestError if it is not a grid."""
     if isinstance(given, Mapping):
         return ConditionGrid(tuple((str(name), values) for name, values in given.items()))
     axes = dict[str, object]()

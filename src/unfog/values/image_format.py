@@ -63,7 +63,7 @@ def parse_size(size: object, name: str = "size") -> Size:
 
 
 def sides_of(size: Size) -> tuple[int, int]:
-    """Return (height, width) of a size. RequestError if it is none."""
+    """Return (height, width) of a size. RequestError if it is not a size."""
     if isinstance(size, int):
         return size, size
     width, _, height = str(parse_size(size)).partition("x")
@@ -236,7 +236,7 @@ class ImageFormat:
 
     @classmethod
     def of(cls, channels: int, size: Size, values: StoredValues = BYTES) -> ImageFormat:
-        """Return the format of images of a size. RequestError if it is none."""
+        """Return the format of images of a size. RequestError if it is not a size."""
         return cls(channels, *sides_of(size), values)
 
     def __str__(self) -> str:

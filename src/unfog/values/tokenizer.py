@@ -72,7 +72,7 @@ class Tokenizer:
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens."""
+        """Number of different tokens in the vocabulary."""
         return BYTES + len(self.merges)
 
     def encode(self, text: str) -> list[int]:

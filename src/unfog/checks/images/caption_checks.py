@@ -24,7 +24,7 @@ _SIDES = frozenset(["left", "right", "links", "rechts", "gauche", "droite", "izq
 
 
 def check_captions(train: ImageSet, held_out: ImageSet, flip: bool) -> list[Finding]:
-    """Return the findings on the captions of images; none without captions. `flip` is `data.flip`."""
+    """Return the findings on the captions of images; [] without captions. `flip` is `data.flip`."""
     column = _caption_column(train)
     if column is None or not len(train):
         return []

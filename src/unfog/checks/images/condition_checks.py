@@ -31,7 +31,7 @@ _AT_ONCE = 500  # masks that are counted
 _SAID = 5  # columns or pairs in a line
 
 
-class _Comparable(NamedTuple):
+class Comparable(NamedTuple):
     """The values of a column, [N]: numbers with NaN, or with `groups` the numbers of categories, -1 if not known."""
 
     values: NDArray[np.float64]
@@ -43,8 +43,8 @@ class _Comparable(NamedTuple):
 
 
 def check_conditions(train: ImageSet, held_out: ImageSet) -> list[Finding]:
-    """Return the findings on the columns of the images; none without columns other than the class."""
-    # Captions have `caption_checks`, and what is made of the images is as they are.
+    """Return the findings on the columns of the images; [] without columns other than the class."""
+    # Captions have `caption_checks`, and columns that are made of the images follow from them.
     columns = {name: one for name, one in train.columns.items() if one.kind not in (TEXT, *MADE)}
     others = without_class(columns)
     if not others or not len(train):
@@ -58,12 +58,12 @@ def check_conditions(train: ImageSet, held_out: ImageSet) -> list[Finding]:
     return [*found, *_check_groups(others, held_out.columns), *_check_images(others, held_out.columns)]
 
 
-def _comparable(column: Column) -> _Comparable | None:
+def _comparable(column: Column) -> Comparable | None:
     values = np.asarray(column.values)
     if values.ndim != 1:
         return None
     groups = bool(column.categories)
-    return _Comparable(values.astype(np.float64), groups) if groups or values.dtype.kind == "f" else None
+    return Comparable(values.astype(np.float64), groups) if groups or values.dtype.kind == "f" else None
 
 
 def _check_coverage(columns: Mapping[str, Column]) -> Finding:
@@ -125,7 +125,7 @@ def _widest_gap(values: NDArray[np.float64]) -> tuple[float, float] | None:
     return (float(different[i]), float(different[i + 1])) if wide else None
 
 
-def _check_pairs(columns: Mapping[str, _Comparable]) -> Finding:
+def _check_pairs(columns: Mapping[str, Comparable]) -> Finding:
     """Check that no two conditions are strongly correlated."""
     names = [name for name in columns if name != CLASS]
     strengths = {(a, b): association(columns[a], columns[b]) for a, b in combinations(names, 2)}
@@ -144,7 +144,7 @@ def _check_pairs(columns: Mapping[str, _Comparable]) -> Finding:
     )
 
 
-def _check_classes(columns: Mapping[str, _Comparable]) -> Finding:
+def _check_classes(columns: Mapping[str, Comparable]) -> Finding:
     """Check that no condition repeats the classes."""
     same = [name for name, column in columns.items() if name != CLASS and _is_function(column, columns[CLASS])]
     facts = {"columns": same}
@@ -157,7 +157,7 @@ def _check_classes(columns: Mapping[str, _Comparable]) -> Finding:
     return Finding("data.condition_classes", "hint", evidence, remedy, facts)
 
 
-def _is_function(column: _Comparable, classes: _Comparable) -> bool:
+def _is_function(column: Comparable, classes: Comparable) -> bool:
     """Return True if all images of a class have one value, and each class several images."""
     known = column.known & classes.known
     if known.sum() < _LEAST:
@@ -224,7 +224,7 @@ def _names_of_groups(column: Column | None) -> NDArray[np.float64]:
     return values if comparable.groups or bool((values == values.round()).all()) else np.zeros(0)
 
 
-def association(a: _Comparable, b: _Comparable) -> float:
+def association(a: Comparable, b: Comparable) -> float:
     """Return the strength of the association of two columns, 0 to 1, over the images of which both are known.
 
     Of two numbers |Pearson's r|; of two categories Cramér's V, and of one of each the correlation ratio, both without

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from unfog.checks.run.cost_checks import check_costs
 from unfog.checks.run.loss_checks import LossImages, check_ema, check_overfitting, loss_images, measure_losses
 from unfog.checks.run.run_record import RunRecord
-from unfog.checks.run.sample_checks import SampleRemedies, check_samples
+from unfog.checks.run.sample_checks import SampleRemedies, check_samples, check_values
 from unfog.checks.run.trend_checks import check_trends
-from unfog.checks.run.value_checks import check_values
 from unfog.config.schema import Config
 from unfog.config.toml import read_toml
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
@@ -72,7 +71,7 @@ class _Weights(NamedTuple):
 def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> list[Finding]:
     """Run all checks on a run folder without changing it; what cannot be checked is listed in run.skipped.
 
-    The run may still be training. So many images are generated, 0 for none, on auto, cpu, cuda, cuda:1 or mps.
+    The run may still be training. It generates `samples` images, which may be 0, on auto, cpu, cuda, cuda:1 or mps.
     RequestError if it is not a run, its settings are unreadable, or there is no such device.
     """
     config = folder.read_config()
@@ -105,7 +104,7 @@ def _newest_weights(
 ) -> tuple[_Weights | None, list[checkpoint.BrokenCheckpoint]]:
     """Load the newest intact weights, None before the first update; and list the broken checkpoints.
 
-    `autoencoder` is the folder that the run's autoencoder is in now, "" for none.
+    `autoencoder` is the folder that the run's autoencoder is in now, "" without one.
     """
     broken: list[checkpoint.BrokenCheckpoint] = []
     try:

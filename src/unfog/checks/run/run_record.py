@@ -52,12 +52,12 @@ class RunRecord:
     metrics: Sequence[Row] = ()
     events: Sequence[Row] = ()
     heartbeat: Mapping[str, Any] | None = None
-    """The heartbeat with its age, as `Heartbeat.read` gives it; None if there is none."""
+    """The heartbeat with its age, as `Heartbeat.read` gives it; None without one."""
     saved: Sequence[CheckpointInfo] = ()
     """Oldest first."""
     broken: Sequence[BrokenCheckpoint] = ()
     data: Mapping[str, Any] = field(default_factory=dict)
-    """data.json, less its list of files; {} if there is none."""
+    """data.json, less its list of files; {} without the file."""
 
     @classmethod
     def read(cls, path: Path, config: Config, beat: Mapping[str, Any] | None) -> RunRecord:
@@ -118,7 +118,7 @@ class RunRecord:
 
     @cached_property
     def _afresh(self) -> int:
-        """Index of the last event that changed a setting of the training steps; -1 for none."""
+        """Index of the last event that changed a setting of the training steps; -1 without one."""
         # The same settings whose change makes the guard forget its roll-backs, so that both judge the same stretch.
         changes = (i for i, row in enumerate(self.events) if row.get("kind") == "changed")
         return max(
@@ -127,7 +127,7 @@ class RunRecord:
 
     @property
     def changed_at(self) -> int:
-        """Step of the last change to a setting of the training steps; 0 for none."""
+        """Step of the last change to a setting of the training steps; 0 without one."""
         step = finite_number(self.events[self._afresh].get("step")) if self._afresh >= 0 else 0.0
         return int(step) if step > 0 else 0
 

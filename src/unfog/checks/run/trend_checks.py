@@ -17,7 +17,7 @@ from unfog.reporting.progress import format_number, plural
 from unfog.reporting.records import LENGTH_EVENT, Row, finite_number, smoothed
 from unfog.text import without_secrets
 
-# Lines of metrics without which a trend is none.
+# Fewest lines of metrics that show a trend.
 _FEW = 6
 # Fall of the loss for twice the images, as a share, that makes going on worth it.
 _IMPROVES = 0.03
@@ -304,6 +304,6 @@ def _troubles(refused: list[dict[str, Any]], roll_backs: list[dict[str, Any]]) -
 
 
 def _list_field(row: Row, name: str) -> list[Any]:
-    """Return the list under this name in a row; [] for none."""
+    """Return the list under this name in a row; [] without one."""
     value = row.get(name)
     return value if isinstance(value, list) else []

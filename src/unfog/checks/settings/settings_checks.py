@@ -57,7 +57,7 @@ def check_settings(
     return [
         network,
         _check_range(_evenly_spread_pixels(images), Augment.from_settings(config.data)),
-        *([_check_edges(_network_input(config, prepared), config.data.wrapped)] if config.data.wrapped else []),
+        *([check_edges(_network_input(config, prepared), config.data.wrapped)] if config.data.wrapped else []),
         _check_timesteps(config.diffusion),
         _check_terminal_signal(config),
         _check_input_scale(config.diffusion, _network_input(config, prepared)),
@@ -126,7 +126,7 @@ def _check_range(pixels: Tensor, augment: Augment) -> Finding:
     return Finding("settings.range", "fine", f"{evidence}, mean {mean:.2f}, deviation {std:.2f}", facts=facts)
 
 
-def _check_edges(x0: Tensor, wrap: str) -> Finding:
+def check_edges(x0: Tensor, wrap: str) -> Finding:
     """Check that images [B, C, H, W] are seamless along the axes `wrap`: that their opposite edges meet."""
     jumps = {axis: _jump_at_edge(x0, 3 if axis == "x" else 2) for axis in wrap}
     worst = max(jumps, key=lambda axis: jumps[axis])

@@ -16,11 +16,14 @@ from unfog.values.image_format import Size
 # Metrics of runs with conditions: whether samples have what was asked, and what each condition is worth.
 OBEYS, WORTH = Evaluate.OBEYS, "worth"
 
+# Agreement of samples and their captions, by a pretrained model.
+CLIP = "clip"
+
 # Metrics of the held-out images, which need no samples.
 LOSSES = ("held_out", "bits", WORTH)
 
 # Metrics that compare no samples with real images.
-NOT_COMPARED = (*LOSSES, OBEYS)
+NOT_COMPARED = (*LOSSES, OBEYS, CLIP)
 
 # Metrics of images with any channels and values.
 VALUES = Evaluate.VALUES
@@ -28,7 +31,7 @@ VALUES = Evaluate.VALUES
 # Metrics that are measured only if they are named: they take thousands of samples, or many network calls.
 ON_REQUEST = ("fid_infinity", "bits")
 
-METRICS = (*Evaluate.DRAWN, "detail", "fid_infinity", *LOSSES)
+METRICS = (*Evaluate.DRAWN, "detail", "fid_infinity", *LOSSES, CLIP)
 
 # Metrics of samples that are pictures, unless others are named.
 USUAL = tuple(name for name in METRICS if name not in (*ON_REQUEST, *VALUES, *NOT_COMPARED))
@@ -43,8 +46,9 @@ class EvaluationRequest:
 
     metrics: tuple[str, ...] = setting((), metavar="M,M,…")
     """Any of fid, kid, precision, recall, density, coverage, sliced, detail, held_out, bits, fid_infinity; of any
-    channels and values spectrum, histogram, correlation; with conditions obeys, worth. Default: those of pictures but
-    bits and fid_infinity, or the three of any values; held_out; obeys and worth."""
+    channels and values spectrum, histogram, correlation; with conditions obeys, worth; with captions clip. Default:
+    those of pictures but bits and fid_infinity, or the three of any values; held_out; obeys, worth; clip with a
+    folder."""
     n: int = setting(0, auto=0)
     """Number of samples. Default: 1000 on a CPU, 10000 elsewhere."""
     features: str = setting("", auto="")
@@ -68,6 +72,8 @@ class EvaluationRequest:
     """Samples per batch. Lower it when memory is short."""
     precision: SamplingPrecision = "auto"
     """Precision of the network, as for `unfog sample`."""
+    clip_folder: str = setting("", metavar="FOLDER")
+    """Local Hugging Face folder of CLIP or SigLIP, for the metric clip. Default: the text encoder of the run."""
     against: int | None = None
     """Step of another checkpoint, to compare held-out losses image by image."""
 
@@ -82,6 +88,9 @@ class EvaluationRequest:
         check_at_least_one(batch=self.batch, guide_every=self.guide_every)
         if self.against is not None and self.metrics and "held_out" not in self.metrics:
             raise RequestError("--against compares held-out losses, so --metrics must have held_out")
+
+        if self.clip_folder and self.metrics and CLIP not in self.metrics:
+            raise RequestError(f"--clip-folder is for the metric {CLIP}; add it to --metrics, or omit --clip-folder")
 
     def samples_on(self, device: str) -> int:
         """Return the number of samples: the given one, or that which is usual on a device of this type."""
@@ -133,7 +142,7 @@ class EvaluateRequest(EvaluationRequest):
     def check_without_run(self) -> None:
         """Raise RequestError if a setting needs a run, or is of samples that are not generated here."""
         drawn = DRAWN if self.is_of_images else ()
-        check_usual(self, ("against", "weights", "checkpoint", "best", *drawn))
+        check_usual(self, ("against", "clip_folder", "weights", "checkpoint", "best", *drawn))
         wrong = [
             *(name for name in NOT_COMPARED if name in self.metrics),
             *["held-out"] * (self.reference == "held-out"),

@@ -20,10 +20,16 @@ class RunsRequest:
     """Folder that holds runs, or one run."""
     json: bool = False
     """Print JSON instead of a table."""
+    prometheus: bool = False
+    """Print gauges in the text format of Prometheus, for a file that node_exporter collects."""
     remove_broken: bool = False
     """Delete the checkpoints that were set aside as broken. They are never read again."""
     finished: bool = False
     """Exit with status 3 unless all of them are finished, for job managers. torchrun ends a saved stop with 0."""
+
+    def __post_init__(self) -> None:
+        if self.json and self.prometheus:
+            raise RequestError("--json and --prometheus are two forms of the same list; give one of them")
 
 
 @dataclass(frozen=True)

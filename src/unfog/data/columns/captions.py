@@ -34,7 +34,7 @@ _MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM
 
 @dataclass
 class _Findings:
-    """Numbers of captions by what is remarkable of them, each with the name of the first image."""
+    """Numbers of captions with each peculiarity, each with the name of the first image."""
 
     counts: dict[str, int] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)

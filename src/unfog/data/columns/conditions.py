@@ -185,7 +185,7 @@ def _matched(
         warn(f"{said} has {len(unmatched):,} rows without an image, such as {sanitize(min(unmatched))}")
     if missing := count - len(row_of):
         first = next(name for i, name in enumerate(source.names) if i not in row_of)
-        warn(f"{said} has no row for {missing:,} of {count:,} images, such as {sanitize(first)}: not known of them")
+        warn(f"{said} has no row for {missing:,} of {count:,} images, such as {sanitize(first)}: unknown for them")
     none = (None,) * len(names)
     cells = [rows[row_of[i]] if i in row_of else none for i in range(count)]
     return {name: [each[k] for each in cells] for k, name in enumerate(names)}

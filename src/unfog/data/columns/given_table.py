@@ -42,7 +42,7 @@ class GivenTable(NamedTuple):
 def read_given_table(path: Path, format: ConditionFormat) -> GivenTable:
     """Read a .csv, .tsv or .jsonl file. Labels and names of files may be in columns of their usual names.
 
-    RequestError if it cannot be read, has no column of a condition, or a value that is none, with its row.
+    RequestError if it cannot be read, has no column of a condition, or an invalid value, with its row.
     """
     if not path.is_file():
         raise RequestError(f"given_table = {sanitize(str(path))} is not a file; give a .csv, .tsv or .jsonl file")

@@ -75,7 +75,7 @@ def _float(value: float | Decimal) -> float:
 
 
 def _number(value: _Cell) -> float | None:
-    """Return a value as a number; None if it is none."""
+    """Return a value as a number; None if it is not a number."""
     if isinstance(value, tuple):
         return None
     try:

@@ -57,7 +57,7 @@ class SecondSource:
     """"image" or "mask"."""
     source: Source
     partner: NDArray[np.int64]
-    """[N], index in `source` for each image; -1 for none."""
+    """[N], index in `source` for each image; -1 without one."""
 
 
 def pair_sources(source: Source, condition: str, warn: Callable[[str], None]) -> tuple[SecondSource, ...]:
@@ -85,9 +85,7 @@ def _pair(source: Source, name: str, text: str, kind: str, warn: Callable[[str],
         warn(f"{said} has {unused:,} images without a partner, which are not used")
     if missing := len(partner) - found:
         first = source.names[int(np.flatnonzero(partner < 0)[0])]
-        warn(
-            f"{said} has none for {missing:,} of {len(partner):,} images, such as {sanitize(first)}: not known of them"
-        )
+        warn(f"{said} has no image for {missing:,} of {len(partner):,}, such as {sanitize(first)}: unknown for them")
     _check_proportions(source, second, partner, said)
     return SecondSource(name, kind or _find_kind(second, partner), second, partner)
 
@@ -97,7 +95,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _partners(names: Sequence[str], others: Sequence[str]) -> NDArray[np.int64]:
-    """Return for each name the index of the other of the same name without extension, [N]; -1 for none.
+    """Return for each name the index of the other of the same name without extension, [N]; -1 without one.
 
     Whole paths are compared, or paths below the folders that all share, or names without folders: whichever pairs the
     most. A name that two have is no one's.
@@ -238,7 +236,7 @@ def _check_used(one: SecondSource, reasons: Counter[str], used: int, count: int,
         said = f"condition {one.name}: {count - used:,} of {count:,} images cannot be used: {told}"
         if not used:
             raise RequestError(f"{said}; replace them")
-        warn(f"{said}; not known of these")
+        warn(f"{said}; unknown for these")
 
 
 def _mask_column(one: SecondSource, size: Size, warn: Callable[[str], None], progress: Progress | None) -> Column:

@@ -37,7 +37,7 @@ _USED = ("scale_factor", "add_offset", *_MISSING)
 
 @dataclass(frozen=True)
 class _Variable:
-    """A variable of the header."""
+    """Description of a variable in the header."""
 
     dtype: np.dtype[Any]
     begin: int

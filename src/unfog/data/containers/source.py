@@ -38,7 +38,7 @@ class ContainerSource(Source):
     before both.
 
     Raises:
-        RequestError: there is no such array, it is none of images, or the container cannot be read.
+        RequestError: there is no such array, it does not hold images, or the container cannot be read.
     """
 
     marks: re.Pattern[str]
@@ -125,7 +125,7 @@ class ContainerSource(Source):
         return self._known_folder.problem(os.path.join(self._folder, "any"))
 
     def _count(self, array: StoredArray, layout: Layout | None) -> int:
-        """Return the number of images. RequestError if the shape is none of images."""
+        """Return the number of images. RequestError if the shape is not that of images."""
         name, shape = array.place, array.shape
         if layout is None:
             if array.names and self._axes == "auto" and len(shape) > 3:

@@ -28,7 +28,7 @@ class StoreFiles(ABC):
 
     @abstractmethod
     def open(self, key: str) -> tuple[BinaryIO, int]:
-        """Open a file, and return it with its size. FileNotFoundError if it is not there, OSError if it is none."""
+        """Open a file, and return it with its size. FileNotFoundError if it is missing, OSError if it is not a file."""
 
     @abstractmethod
     def has(self, key: str) -> bool:
@@ -100,7 +100,7 @@ class FolderFiles(StoreFiles):
 class ZipFiles(StoreFiles):
     """The members of a zip archive, also of one that has all of them in one folder. It is open as long as this object.
 
-    RequestError if it is none, or damaged.
+    RequestError if it is not an archive, or damaged.
     """
 
     def __init__(self, path: Path, marks: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Bounds for Zarr chunks: none is unpacked to more than the shape of its array says, whatever its bytes claim."""
+"""Bounds for Zarr chunks: each unpacks to at most the size of the shape of its array, whatever its bytes claim."""
 
 from __future__ import annotations
 

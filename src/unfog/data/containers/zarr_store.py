@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,19 +50,19 @@ class ZarrSource(ContainerSource):
     @classmethod
     def open_array(cls, path: str, name: str) -> StoredArray:
         files = _files_of(path)
-        if not name and not _is_array(files):
-            name = choose(dict(_listed(files)), sanitize(path))
         if ".." in name.split("/"):
             raise RequestError(f"{sanitize(path)}:{sanitize(name)} leads out of the store; give the name of an array")
         place = sanitize(f"{path}:{name}" if name else path)
         try:
+            if not name and not _is_array(files):
+                name = choose(dict(_listed(files)), sanitize(path))
+                place = sanitize(f"{path}:{name}")
             described = _described(files, name)
             if described is None:
                 listed = ", ".join([one for one, _ in _listed(files)][:8])
                 raise RequestError(f"{sanitize(path)} has no array {sanitize(name)}; it has {listed or 'none'}")
-            version, metadata, attributes = described
-            _check_codecs(version, metadata, place)
-            return _open(files, name, place, version, metadata, attributes)
+            _check_codecs(described.version, described.metadata, place)
+            return _open(files, name, place, described)
         except (
             OSError,
             ValueError,
@@ -82,10 +82,17 @@ def _files_of(path: str) -> StoreFiles:
     return FolderFiles(Path(path)) if os.path.isdir(path) else ZipFiles(Path(path), _MARKS)
 
 
-def _open(
-    files: StoreFiles, name: str, place: str, version: int, metadata: Mapping[str, Any], attributes: Mapping[str, Any]
-) -> StoredArray:
-    zarr = _import_zarr()
+class _Described(NamedTuple):
+    """Description of an array by its store."""
+
+    version: int
+    """Of the format of Zarr: 2 or 3."""
+    metadata: Mapping[str, Any]
+    attributes: Mapping[str, Any]
+
+
+def _open(files: StoreFiles, name: str, place: str, described: _Described) -> StoredArray:
+    zarr, (version, metadata, attributes) = _import_zarr(), described
     from unfog.data.containers.read_only_store import ReadOnlyStore
     from unfog.data.containers.zarr_bounds import most_stored, with_bounds
 
@@ -145,7 +152,7 @@ def _key(folder: str, name: str) -> str:
 
 
 def _read_json(files: StoreFiles, folder: str, name: str) -> dict[str, Any] | None:
-    """Return an object of JSON; None if the file is not there. OSError for a link, ValueError if it is none."""
+    """Return an object of JSON; None if the file is missing. OSError for a link, ValueError if it is not an object."""
     try:
         found = json.loads(files.read(_key(folder, name), _LARGEST_METADATA))
     except FileNotFoundError:
@@ -157,22 +164,18 @@ def _read_json(files: StoreFiles, folder: str, name: str) -> dict[str, Any] | No
     return found
 
 
-def _described(files: StoreFiles, folder: str) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
-    """Return (version, metadata, attributes) of the array in a folder; None if there is none."""
+def _described(files: StoreFiles, folder: str) -> _Described | None:
+    """Return the description of the array in a folder; None without an array."""
     three = _read_json(files, folder, "zarr.json")
     if three is not None and three.get("node_type") == "array":
         attributes = three.get("attributes") or {}
-        return 3, three, attributes if isinstance(attributes, dict) else {}
+        return _Described(3, three, attributes if isinstance(attributes, dict) else {})
     two = _read_json(files, folder, ".zarray")
-    return None if two is None else (2, two, _read_json(files, folder, ".zattrs") or {})
+    return None if two is None else _Described(2, two, _read_json(files, folder, ".zattrs") or {})
 
 
 def _is_array(files: StoreFiles) -> bool:
-    if files.has(".zarray"):
-        return True
-    with suppress(OSError, ValueError):
-        return _described(files, "") is not None
-    return False
+    return files.has(".zarray") or _described(files, "") is not None
 
 
 def _listed(files: StoreFiles) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
@@ -183,7 +186,7 @@ def _listed(files: StoreFiles) -> Iterator[tuple[str, tuple[tuple[int, ...], str
         looked += 1
         with suppress(OSError, ValueError):
             if (described := _described(files, folder)) is not None:
-                _, metadata, _ = described
+                metadata = described.metadata
                 shape = metadata.get("shape")
                 if isinstance(shape, list) and all(type(one) is int for one in shape) and len(shape) > 1:
                     kind = metadata.get("data_type", metadata.get("dtype"))

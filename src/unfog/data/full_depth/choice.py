@@ -1,4 +1,4 @@
-"""Choose the stored type and the channels of a source: 8 bits for pictures, and float32 for arrays that are none."""
+"""Choose the stored type and the channels of a source: 8 bits for pictures, and float32 for other arrays."""
 
 from __future__ import annotations
 
@@ -116,11 +116,11 @@ def _depth(image: _Image) -> str:
 
 
 def first_image(source: Source) -> _Image | None:
-    """Return one of the first images, as the source reads it; None if all fail, which decoding reports.
+    """Return an image like most others, as the source reads it; None if the first fail too, which decoding reports.
 
     The file of an image is closed, so only its header is known.
     """
-    for i in range(min(_LOOKED_AT, len(source.names))):
+    for i in (source.usual_image, *range(min(_LOOKED_AT, len(source.names)))):
         with suppress(Exception):  # decoders raise almost anything on damaged files
             image = source.read(i)
             if not isinstance(image, np.ndarray):

@@ -148,7 +148,7 @@ class EncodeJob(NamedTuple):
         return True
 
     def load_or_encode(self, key: str, progress: Progress) -> LatentArrays:
-        """Return the entry of a key, encoded now if there is none. `progress` is called with (images done, in all).
+        """Return the entry of a key, encoded now if it is missing. `progress` is called with (images done, in all).
 
         Raises:
             RequestError: the cache cannot be written, and the latents are too large for memory.

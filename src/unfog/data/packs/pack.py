@@ -223,7 +223,7 @@ def _check_manifest(manifest: Mapping[str, Any]) -> None:
     valid = valid and type(classes) is list and all(type(name) is str for name in classes)
     valid = valid and type(labelled) is bool and labelled == bool(classes)
     if not (valid and len(fingerprints) == 2 and all(type(text) is str for text in fingerprints)):
-        raise ValueError("shape, split or classes are none")
+        raise ValueError("shape, split or classes are invalid")
     settings = _stored_settings(manifest)
     format = Data(**settings).image_format  # raises RequestError for values out of range
     _, channels, background, labels, held_out, *_ = settings.values()
@@ -299,7 +299,7 @@ def column_arrays(columns: Mapping[str, Column]) -> dict[str, NDArray[Any]]:
 
 
 def column_facts(columns: Mapping[str, Column], of_source: Mapping[str, Column]) -> dict[str, Any]:
-    """Return the entries of the manifest for the columns but that of the labels; {} if there are none.
+    """Return the entries of the manifest for the columns but that of the labels; {} without any.
 
     `of_source` are the columns of all images of the source, by which a later call knows whether they have changed.
     """

@@ -65,7 +65,7 @@ class FitsStack(ImageStack):
             raise
 
     def _first_image(self) -> Any:
-        """Return the first part of the file that is an image. ImageError if there is none."""
+        """Return the first part of the file that is an image. ImageError without one."""
         from astropy.io import fits
 
         for number in range(_MOST_HDUS + 1):

@@ -157,7 +157,7 @@ class NiftiStack(ImageStack):
 
 
 def _check_offset(path: Path, packed: bool) -> None:
-    """Raise ImageError if a header is none, or puts the voxels behind more than nibabel should read before them."""
+    """Raise ImageError if a header is invalid, or puts the voxels behind more than nibabel should read before them."""
     with gzip.open(path) if packed else open(path, "rb") as file:
         head = file.read(_HEADER_BYTES)
     if len(head) < _HEADER_BYTES:

@@ -67,7 +67,7 @@ class ScanSource(Source):
             files, self.ignored, unreadable, self.second_names = list_files(path, self.has_name)
         else:
             self.folder, files, unreadable = path.parent, [path.name], []
-        _silence(self.package)
+        silence(self.package)
         self._read_headers(files, unreadable, options)
         self._lock, self._open = threading.Lock(), OrderedDict[int, tuple[ImageStack, threading.Lock]]()
 
@@ -135,6 +135,11 @@ class ScanSource(Source):
         self._starts = [0, *accumulate(counts)]
         self.names = LazyNames(self._image_name, range(self._starts[-1]))
         self._types, self.found = types, self._describe()
+        channels = Counter[int]()
+        for (_, shape, _), count in zip(self._headers, counts):
+            channels[shape[2]] += count
+        usual = channels.most_common(1)[0][0]
+        self.usual_image = next(start for (_, shape, _), start in zip(self._headers, self._starts) if shape[2] == usual)
         self.groups = self._files, np.repeat(np.arange(len(counts), dtype=np.int64), counts)
         self.reading_warnings = [f"{sanitize(self.name)}: {note}" for note, _ in notes.most_common(5)]
         if self.mixes_scales and (line := describe_depths(self.name, depths)):
@@ -146,8 +151,9 @@ class ScanSource(Source):
             f"{count:,} {reason}: {sanitize(next(name for name, of in self.unreadable if of == reason))}"
             for reason, count in reasons.most_common(3)
         )
+        remedy = "restore them, or give others" if listed else "looked for files"
         return RequestError(
-            f"found no {self.kind} image in {sanitize(self.name)}{f' ({listed})' * bool(listed)}; looked for "
+            f"found no {self.kind} image in {sanitize(self.name)}{f' ({listed})' * bool(listed)}; {remedy}: "
             f"{' '.join(self.suffixes)}"
         )
 
@@ -276,7 +282,7 @@ def _place(text: str, path: str) -> SourceLocation:
     return SourceLocation(text, resolved, "folder" if os.path.isdir(place) else "file", (resolved,))
 
 
-def _silence(package: str) -> None:
+def silence(package: str) -> None:
     """Keep a library's warnings on damaged files from the terminal: the report names these files."""
     import_module(package)  # first, as astropy makes its logger then
     warnings.filterwarnings("ignore", module=rf"{package}\b")  # for good, as catch_warnings is not safe in threads

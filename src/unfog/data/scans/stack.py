@@ -51,7 +51,7 @@ class ImageStack(ABC):
 
 
 def check_shape(shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raise ImageError for an image [H, W, C] that is none, or too large to be safe."""
+    """Raise ImageError for an array that is not an image [H, W, C], or too large to be safe."""
     if dtype.kind not in "uifb" or dtype.itemsize > 8:
         raise ImageError(f"values of the type {dtype}, and images are integers or floating point")
     if len(shape) != 3 or min(shape) < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from unfog.data.scans.source import ScanSource, first_files
+from unfog.data.scans.source import ScanSource, first_files, silence
 from unfog.data.scans.stack import (
     ImageStack,
     check_length,
@@ -55,6 +56,7 @@ class TiffSource(ScanSource):
     def is_folder_of(cls, folder: str) -> bool:
         if find_spec(cls.package) is None:
             return False
+        silence(cls.package)
         files = sorted(path for path in first_files(folder) if cls.has_name(os.path.basename(path)))[:_LOOKED_AT]
         return 2 * sum(map(_is_stack, files)) > len(files)
 
@@ -71,8 +73,10 @@ def _is_stack(path: str) -> bool:
     try:
         with tifffile.TiffFile(path, _multifile=False) as file:
             page = file.pages.first
-            with suppress(IndexError):
+            with suppress(IndexError):  # without a look at all pages
                 return bool(file.pages[1])
+            if _is_cut_off(file):
+                return True
             if page.samplesperpixel not in (1, 2, 3, 4) or (file.is_imagej and len(file.series[0].pages) > 1):
                 return True
             # Bands that lie one after the other, deeper than 8 bits: Pillow reads the header and not the pixels.
@@ -82,6 +86,17 @@ def _is_stack(path: str) -> bool:
         return not _is_picture(path)
     except Exception:  # damaged, which the reader of pictures reports
         return False
+
+
+def _is_cut_off(file: Any) -> bool:
+    """Return True if the last page that can be read names a next one beyond the end of the file."""
+    last, form, handle = file.pages[len(file.pages) - 1], file.tiff, file.filehandle
+    handle.seek(last.offset)
+    tags = int(struct.unpack(form.tagnoformat, handle.read(form.tagnosize))[0])
+    handle.seek(last.offset + form.tagnosize + tags * form.tagsize)
+    following = handle.read(form.offsetsize)
+    # 0 ends the chain.
+    return len(following) < form.offsetsize or struct.unpack(form.offsetformat, following)[0] >= handle.size
 
 
 def _is_picture(path: str) -> bool:
@@ -114,6 +129,8 @@ class TiffStack(ImageStack):
             raise ImageError(f"compressed by {name}, which needs a package: pip install imagecodecs")
         if len(self._file.pages) > _MOST_PAGES:
             raise ImageError(f"over {_MOST_PAGES:,} pages")
+        if _is_cut_off(self._file):  # of which tifffile would read the other pages, as if there were no more
+            raise ImageError("truncated")
         series = self._series = self._file.series[0]
         names, sides = series.axes, series.shape
         inner = self._inner = series.keyframe.ndim if series.dataoffset is None else _inner_axes(names)

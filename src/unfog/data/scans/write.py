@@ -90,7 +90,7 @@ def _nifti(sample: NDArray[Any], first: tuple[NDArray[Any], tuple[int, int]] | N
 
 
 def _first_volume(place: str, plane: str) -> tuple[NDArray[Any], tuple[int, int]] | None:
-    """Return the turned affine and the sides of the first volume at a place; None if there is none to be read."""
+    """Return the turned affine and the sides of the first volume at a place; None if there is no readable one."""
     import nibabel
 
     from unfog.data.scans.nifti import NiftiSource, cut_axes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,17 @@ class ArrayFolder(Source):
         if not names:
             self.names, self.unreadable = _list_below(self.resolved)
             names = self.names
+        channels = list[int]()
         for i in range(min(_LOOKED_AT, len(names))):
             shape = self._shape(i)
-            if len(shape) == 3 and channel_axis(shape, axes=axes) is None:
+            axis = channel_axis(shape, axes=axes) if len(shape) == 3 else None
+            channels.append(1 if axis is None else shape[axis])
+            if len(shape) == 3 and axis is None:
                 raise RequestError(
                     f"{sanitize(name)} has images of the shape {'x'.join(map(str, shape))}; say which axis is that of "
                     "channels: --data.axes NCHW (first) or NHWC (last)"
                 )
+        self.usual_image = channels.index(Counter(channels).most_common(1)[0][0]) if channels else 0
 
     @classmethod
     def match(cls, location: SourceLocation) -> SourceLocation | None:
@@ -78,7 +83,10 @@ class ArrayFolder(Source):
     def _open(self, i: int) -> NDArray[Any]:
         # Mapped, as a damaged header may claim any size, and reading would make room for it.
         path = self.folder / self.names[i]
-        values = map_array(regular_file(path, self.folder, follow=True))
+        try:
+            values = map_array(regular_file(path, self.folder, follow=True))
+        except ValueError as error:
+            raise ImageError(str(error)[:120]) from error
         if not isinstance(values, np.ndarray):
             raise ImageError("an .npz file by another name")
         return values

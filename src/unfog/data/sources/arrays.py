@@ -27,7 +27,7 @@ from unfog.data.cache import remove_stale_entries
 from unfog.data.file_rows import FileRows, is_local, load_rows
 from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import sample_digest
-from unfog.data.sources.image_objects import as_array
+from unfog.data.sources.image_objects import as_array, is_array
 from unfog.errors import RequestError
 from unfog.files.cache_folder import cache_folder, hold, make_room
 from unfog.files.safe_files import replace_file
@@ -175,7 +175,7 @@ def _of_images(name: str, values: Any, count: int) -> NDArray[Any]:
     """Return a condition as an array [N, …]; lists of different lengths, and texts with None, as texts of JSON."""
     if name in (*_IMAGE_KEYS, *_LABEL_KEYS, _AXES, "file"):  # which is an argument of `np.savez`
         raise RequestError(f"a condition cannot be called {name}, as the images or labels are; give another name")
-    values = as_array(values) if hasattr(values, "__array__") else values
+    values = as_array(values) if is_array(values) else values
     rows = values.tolist() if isinstance(values, np.ndarray) and values.dtype.kind == "O" else values
     try:
         found = np.asarray(rows)
@@ -379,7 +379,7 @@ def _without_objects(labels: NDArray[Any]) -> NDArray[Any]:
 
 
 def _whole_labels(labels: NDArray[Any], said: str) -> NDArray[np.int64]:
-    """Return labels of floating point as whole numbers. RequestError if they are none."""
+    """Return labels of floating point as whole numbers. RequestError if they are not whole."""
     if not np.isfinite(labels).all():
         raise RequestError(f"{said} hold NaN or infinity; give a label for each image, or leave those images out")
     if (labels != labels.round()).any() or np.abs(labels).max(initial=0) >= 2**53:

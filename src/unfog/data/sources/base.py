@@ -143,7 +143,7 @@ class LabelTable:
 
     @classmethod
     def inside(cls, folder: Path, name: str) -> LabelTable | None:
-        """Return the table of that file name in a folder, None if there is none."""
+        """Return the table of that file name in a folder, None without one."""
         path = folder / name
         return cls.from_path(path) if path.is_file() else None
 
@@ -279,6 +279,9 @@ class Source(ABC):
     files_differ: bool = False
     """True if each image is a local file of its own, which may hold values of another type than the others."""
 
+    usual_image: int = 0
+    """Number of an image that has as many channels as most others."""
+
     remote: bool = False
     """True if `read` waits for a network, so that more threads than cores read faster."""
 
@@ -359,7 +362,7 @@ class Source(ABC):
         return {}
 
     def table(self, name: str) -> LabelTable | None:
-        """Return the label table of that file name beside or among the images, None if there is none."""
+        """Return the label table of that file name beside or among the images, None without one."""
         return None
 
     def decoded_dataset(self, settings: Data) -> Dataset | None:
@@ -404,6 +407,8 @@ class SomeImages(Source):
         self.names = [source.names[i] for i in rows.tolist()]
         self.columns = rows_of(columns, rows)
         self.found, self.files_differ = source.found, source.files_differ
+        if source.usual_image in rows:
+            self.usual_image = rows.tolist().index(source.usual_image)
         if source.groups is not None:
             kept, group = np.unique(source.groups[1][rows], return_inverse=True)
             self.groups = [source.groups[0][k] for k in kept.tolist()], group

@@ -78,7 +78,7 @@ class ImageItems:
 
         `wanted` names values beside the images, which become conditions: columns of a table or dataset, or keys of
         items that are dictionaries. Labels that are a condition are left out of the classes. Raises RequestError if the
-        object is none of these.
+        object is of another kind.
         """
         kind = type(source).__name__
         if isinstance(source, Image.Image):
@@ -158,7 +158,7 @@ def _named_items(items: Iterator[Any], kind: str) -> Iterator[Any]:
 
 
 def _rows(columns: Sequence[Iterable[Any]]) -> Iterator[tuple[Any, ...]]:
-    """Return the values of each item; those of no column for ever."""
+    """Return the values of each item; without columns, an endless series of ()."""
     return zip(*columns) if columns else repeat(())
 
 
@@ -191,17 +191,34 @@ def _class_names(source: Any) -> tuple[str, ...]:
     return ()
 
 
+def is_array(values: Any) -> bool:
+    """Return True for an array or tensor of any package that has the protocol of NumPy or DLPack."""
+    return hasattr(values, "__array__") or hasattr(values, "__dlpack__")
+
+
 def as_array(values: Any) -> NDArray[Any]:
-    """Return a tensor, or what NumPy makes an array of, as an array. Masked values become NaN."""
+    """Return a tensor, or what NumPy makes an array of, as an array. Masked values become NaN.
+
+    RequestError if an array cannot be read from here, as one on a GPU of another package than torch.
+    """
     # A tensor is recognised by its method, as importing torch would take seconds.
     if hasattr(values, "detach"):
-        values = values.detach().cpu()
+        values = values.detach().cpu().to_dense()
         # NumPy has no bfloat16.
         values = (values.float() if values.dtype.is_floating_point else values).numpy()
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values) and values.dtype.kind in "iuf":
         # Integers of 16 bits become float32, and longer ones float64.
         return np.ma.filled(values.astype(np.result_type(values.dtype, np.float32)), np.nan)
-    return np.asarray(values)
+    try:
+        array = np.from_dlpack(values) if not hasattr(values, "__array__") and is_array(values) else np.asarray(values)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        if not is_array(values):
+            raise
+        raise RequestError(
+            f"the {type(values).__name__} cannot be read as an array of NumPy: {error}; copy it to the memory of the "
+            "host first"
+        ) from error
+    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 
 
 class Storing(NamedTuple):
@@ -231,7 +248,9 @@ def find_float_range(items: Iterator[_Item], storing: Storing) -> tuple[ValueRan
     if storing.keeps:
         return None, items, storing
     first = list(islice(items, _LOOKED_AT))
-    arrays = [as_array(item.image) for item in first if _is_array(item.image)]
+    arrays = [
+        as_array(item.image) for item in first if is_array(item.image) and not isinstance(item.image, Image.Image)
+    ]
     floats = [array for array in arrays if array.dtype.kind == "f" and array.size]
     subject = "image 0" if len(first) == 1 else f"one of the first {len(first)} images"
     found = None
@@ -281,10 +300,6 @@ def cut_or_range(floats: ValueRange, extent: Extent) -> str:
     return f"give the values of black and white of all images: data={{'range': ({low:.10g}, {high:.10g})}}"
 
 
-def _is_array(image: Any) -> bool:
-    return hasattr(image, "__array__") and not isinstance(image, Image.Image)
-
-
 def encode_image(image: Any, i: int, floats: ValueRange | None, storing: Storing) -> bytes:
     """Return an image as the content of a file: an image file unchanged, others encoded without loss.
 
@@ -324,7 +339,7 @@ def encode_image(image: Any, i: int, floats: ValueRange | None, storing: Storing
 
 def _to_pixels(image: Any, subject: str, floats: ValueRange | None, storing: Storing) -> NDArray[Any]:
     """Return an array or tensor as [H, W, C]: uint8, deeper integers, or what keeps its values."""
-    if not _is_array(image):
+    if not is_array(image):
         found = "missing" if image is None else f"of type {type(image).__name__}"
         raise RequestError(
             f"{subject} is {found}; give PIL images, arrays, tensors or paths, each alone, as (image, label), "

@@ -217,7 +217,7 @@ def _spelled(second_names: Mapping[str, str]) -> dict[str, str]:
 
 
 def _file_name(cell: Any, spelled: Mapping[str, str]) -> str:
-    """Return the name of a cell's file as `match_rows` compares it; "" if it is none."""
+    """Return the name of a cell's file as `match_rows` compares it; "" if it is not a name."""
     written = unicodedata.normalize("NFC", str(cell).strip())
     name = normalize_path(written.replace("\\", "/")) if isinstance(cell, str | int) else ""
     for second, first in spelled.items():

@@ -94,7 +94,7 @@ def read_labels(
         )
     elif len(labels) and not 0 <= labels.min() <= labels.max() < len(classes):
         raise RequestError(
-            f"{sanitize(source.name)} has a label that is none of its {len(classes):,} classes: it is damaged; "
+            f"{sanitize(source.name)} has a label that is not one of its {len(classes):,} classes: it is damaged; "
             "make it again from the originals"
         )
     elif mode == AUTO and are_measurements(classes, labels):

@@ -32,6 +32,7 @@ from unfog.data.sources.image_objects import (
     encode_image,
     find_float_range,
     float_range,
+    is_array,
 )
 from unfog.data.sources.zip_archive import ZipSource
 from unfog.errors import RequestError
@@ -102,14 +103,15 @@ class StoredImages(ZipSource):
             wanted: names of such values that the images may come with, such as columns of a dataset.
 
         Raises:
-            RequestError: there are no images, one is none, the labels do not fit, or the cache cannot be written.
+            RequestError: an item is not an image, or there are no items; the labels do not fit; the cache cannot be
+                written.
         """
         report = report or Report()
         source = _plain_source(source)
         if type(source).__module__.partition(".")[0] == "xarray":
             source, storing = _from_xarray(source, storing, report)
         _check_memory(source)
-        if hasattr(source, "__array__"):
+        if is_array(source):
             first = hasattr(source, "detach")
             pixels = _without_floats(as_array(source), first, report, storing)
             return ArraySource.store(pixels, labels, report.say, first, storing.axes, conditions)
@@ -176,9 +178,10 @@ def _plain_source(source: Any) -> Any:
 
 def _check_memory(array: Any) -> None:
     """Raise RequestError if an array that is computed when it is read, as by Dask, does not fit into memory."""
+    if isinstance(array, np.ndarray) or hasattr(array, "detach"):
+        return
     nbytes, free = getattr(array, "nbytes", 0), free_memory()
-    read = isinstance(array, np.ndarray) or hasattr(array, "detach")
-    if read or free is None or not isinstance(nbytes, int) or nbytes <= free / 2:
+    if free is None or not isinstance(nbytes, int) or nbytes <= free / 2:
         return
     raise RequestError(
         f"the {type(array).__name__} has {nbytes / 1e9:,.1f} GB, over half of the {free / 1e9:,.1f} GB of memory that "
@@ -353,18 +356,18 @@ def _chosen(found: list[int | str | None], given: list[int | str | None] | None)
 
 
 def plain_values(values: Any, name: str) -> list[Any]:
-    """Return a condition as a list of a value for each image, as JSON has them. RequestError if it is none."""
+    """Return a condition as a list of values of JSON, one for each image. RequestError if it cannot be one."""
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
         raise RequestError(
             f"the condition {name} is of type {type(values).__name__}; give a list or array with a value for each image"
         )
-    values = as_array(values) if hasattr(values, "__array__") else values
+    values = as_array(values) if is_array(values) else values
     return [plain_value(value, name) for value in values]
 
 
 def plain_value(value: Any, name: str) -> Any:
     """Return the value of an image as JSON has it: a text, a number, or a list of them; None if it is not known."""
-    if hasattr(value, "__array__"):
+    if is_array(value):
         value = as_array(value).tolist()
     if type(value).__name__ in ("NAType", "NaTType"):  # missing values of pandas
         return None

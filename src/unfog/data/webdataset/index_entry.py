@@ -67,7 +67,7 @@ class IndexEntry:
 
     @classmethod
     def load(cls, file: Path, size: int) -> IndexEntry | None:
-        """Return the stored entry of a shard of `size` bytes, None if there is none or it is damaged."""
+        """Return the stored entry of a shard of `size` bytes, None if it is missing or damaged."""
         try:
             with open_file(file, "rb", file.parent) as stored, np.load(stored, allow_pickle=False) as arrays:
                 rows, names, info = arrays["rows"], arrays["names"].tobytes(), json.loads(arrays["info"].tobytes())

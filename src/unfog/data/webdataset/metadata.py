@@ -60,7 +60,7 @@ def read_values(
 
 
 def first_keys(storage: Storage, index: ShardIndex) -> list[str]:
-    """Return the keys of the first .json member of the first shard; [] if it is none of the first members."""
+    """Return the keys of the first .json member of the first shard; [] if it is not among the first members."""
     path = index.shards[0]
     with suppress(ImageError, DamagedTarError):
         for _, kind, data in islice(_sidecars(storage, path, index.states[path]), _LOOKED_AT):

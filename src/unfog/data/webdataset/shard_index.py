@@ -61,7 +61,7 @@ class ShardIndex:
 
     name_bytes: NDArray[np.uint8]
     labels: NDArray[np.int64] | None
-    """[n], from .cls, .json or .txt members; None if there are none."""
+    """[n], from .cls, .json or .txt members; None without any."""
 
     classes: tuple[str, ...]
     folders: tuple[list[str], NDArray[np.int64]] | None
@@ -283,7 +283,7 @@ def _choose_labels(entries: Iterable[IndexEntry]) -> tuple[str, list[str]]:
 
 
 def _load(folder: Path, key: str, states: Mapping[str, FileState]) -> ShardIndex | None:
-    """Return the stored index of a set, None if there is none or it is damaged."""
+    """Return the stored index of a set, None if it is missing or damaged."""
     try:
         info = json.loads(read_file(folder / f"{key}.json", folder, _LARGEST_INFO))
         count, classes = int(info["count"]), info["classes"]

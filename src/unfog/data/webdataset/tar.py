@@ -112,7 +112,7 @@ def _skip_sparse_map(file: BlockReader, start: int) -> int:
 
 
 def _parse_number(field: bytes) -> int | None:
-    """Return a header's number, None if it is none: octal text, or binary if its first bit is set (GNU)."""
+    """Return a header's number, None if it is not a number: octal text, or binary if its first bit is set (GNU)."""
     if field[0] == 0x80:
         value = int.from_bytes(field[1:], "big")
         return value if value < 2**62 else None

@@ -230,7 +230,7 @@ def _caption(one: ColumnFacts) -> str:
 
 
 def example_code(config: Config, as_arguments: bool = False) -> str:
-    """Return Python for a card that gives each condition a value: a dict, or arguments of a pipeline; "" for none."""
+    """Return Python for a card that gives each condition a value: a dict, or arguments of a pipeline; or ""."""
     if not config.columns:
         return ""
     shown = {one.name: _word_in_code(config, one) for one in config.columns}

@@ -5,6 +5,7 @@ import {View, announce, command, count, keep, radios, range, route, select, side
 import {Sheets, tile} from "./playground_sheets.js";
 import {ENDED, values} from "./playground_grid.js";
 import {fields, rareWords, told} from "./playground_conditions.js";
+import {send} from "./playground_pictures.js";
 import "./playground_noise_levels.js";
 import "./playground_mask.js";
 import "./playground_blind_comparison.js";
@@ -20,11 +21,11 @@ function joined(known, answer) {
 }
 
 class Playground extends View {
-	static properties = ["data", "run", "runs", "detail", "form", "edit", "about", "jobs", "job", "shown", "view", "position", "pane", "failed", "past", "future", "rare"];
+	static properties = ["data", "run", "runs", "detail", "form", "edit", "about", "jobs", "job", "shown", "view", "position", "pane", "failed", "past", "future", "rare", "pictures"];
 
 	constructor() {
 		super();
-		Object.assign(this, {runs: [], form: {...USUAL}, jobs: [], shown: 0, view: "x0", position: null, failed: "", past: [], future: [], pane: "draw", edit: null, rare: {}});
+		Object.assign(this, {runs: [], form: {...USUAL}, jobs: [], shown: 0, view: "x0", position: null, failed: "", past: [], future: [], pane: "draw", edit: null, rare: {}, pictures: {}});
 	}
 
 	connectedCallback() {
@@ -112,17 +113,18 @@ class Playground extends View {
 		return Object.fromEntries(Object.entries(this.form).filter(([name, value]) => !needless.includes(name) && value !== "" && value !== null && value !== undefined && !Number.isNaN(value)));
 	}
 
-	// What is sent for an edit: the image, and the mask as it is painted now.
-	async edited() {
-		if (!this.edit) return {};
-		const {upload, job, picture, masked} = this.edit, image = upload ? {upload} : {job, picture}, mask = this.querySelector("unfog-mask");
-		if (!masked || !mask?.painted) return {image};
-		const sent = await this.send(await mask.blob());
-		return {image, mask: {upload: sent.upload}};
-	}
-
-	async send(blob) {
-		return (await this.data.ask("api/upload", {method: "POST", headers: {"Content-Type": "image/png"}, body: blob})).json();
+	// What is sent besides the settings: pictures of conditions; of an edit the image, and the mask as it is painted now.
+	async inputs() {
+		const pictures = {};
+		for (const field of this.querySelectorAll("unfog-condition")) {
+			const file = await field.file();
+			if (file) pictures[field.condition.name] = file;
+		}
+		if (!this.edit) return {pictures};
+		const {upload, job, picture, masked} = this.edit, image = upload ? {upload} : {job, picture}, mask = this.querySelector("fieldset unfog-mask");
+		if (!masked || !mask?.painted) return {pictures, image};
+		const sent = await send(this.data, await mask.blob());
+		return {pictures, image, mask: {upload: sent.upload}};
 	}
 
 	// What is asked for anew is seen as it comes; a slider keeps the step that is looked at.
@@ -137,7 +139,7 @@ class Playground extends View {
 		this.failed = "";
 		keep({form: JSON.stringify(this.settings)});
 		return this.attempt(async () => {
-			const body = {run: Number(this.run), settings: this.settings, ...(await this.edited())};
+			const body = {run: Number(this.run), settings: this.settings, ...(await this.inputs())};
 			if (!body.mask) delete body.settings.repeats;
 			const job = await this.data.post("api/draw", body);
 			if (this.job?.job !== job.job) this.past = [...this.past, this.job?.job].filter(Boolean).slice(-100);
@@ -188,19 +190,15 @@ class Playground extends View {
 	async reuse(number) {
 		clearTimeout(this.later); // what a slider has asked for is of the settings before
 		await this.open(number);
-		if (this.job) this.form = {...USUAL, ...this.job.settings};
+		if (!this.job) return;
+		this.form = {...USUAL, ...this.job.settings};
+		this.pictures = Object.fromEntries((this.job.given_pictures || []).map((name) => [name, {job: this.job.job}]));
 	}
 
 	upload(file) {
 		if (!file) return null;
 		return this.attempt(async () => {
-			let blob = file;
-			if (file.type !== "image/png") {
-				const image = await createImageBitmap(file), canvas = Object.assign(document.createElement("canvas"), {width: image.width, height: image.height});
-				canvas.getContext("2d").drawImage(image, 0, 0);
-				blob = await new Promise((done) => canvas.toBlob(done, "image/png"));
-			}
-			const sent = await this.send(blob);
+			const sent = await send(this.data, file);
 			this.edit = {upload: sent.upload, masked: false, found: sent.settings};
 			announce("The picture was uploaded");
 		}, "The picture cannot be used: ");
@@ -211,7 +209,7 @@ class Playground extends View {
 		const known = this.runs.find((one) => one.name === run);
 		if (known) this.run = known.id;
 		this.form = {...USUAL, ...settings};
-		this.edit = null;
+		Object.assign(this, {edit: null, pictures: {}});
 		announce("The settings of the picture are in the form");
 	}
 
@@ -252,7 +250,7 @@ class Playground extends View {
 			<div class="result"><p class="error" role="alert">${this.failed}</p>
 				<div class="bar" role="group" aria-label="What to do">${Object.entries({draw: "Pictures", grid: "Grid of two settings", blind: "Blind comparison"}).map(([pane, label]) => html`<button aria-pressed=${pane === this.pane} @click=${() => (this.pane = pane)}>${label}</button>`)}
 					<span class="grow"></span><button ?disabled=${!this.past.length} @click=${() => this.back("past", "future")}>Undo</button><button ?disabled=${!this.future.length} @click=${() => this.back("future", "past")}>Redo</button></div>
-				<unfog-grid ?hidden=${this.pane !== "grid"} .data=${this.data} .run=${this.run} .settings=${this.settings} .conditions=${this.detail?.conditions || []} .sheets=${this.sheets} .inputs=${() => this.edited()}></unfog-grid>
+				<unfog-grid ?hidden=${this.pane !== "grid"} .data=${this.data} .run=${this.run} .settings=${this.settings} .conditions=${this.detail?.conditions || []} .sheets=${this.sheets} .inputs=${() => this.inputs()}></unfog-grid>
 				${this.pane === "grid" ? "" : this.detail && this.pane === "blind" ? html`${[this.run].map(() => html`<unfog-blind .data=${this.data} .run=${this.run} .detail=${this.detail} .sheets=${this.sheets} .settings=${this.settings}></unfog-blind>`)}` : this.drawing()}
 				${this.history()}</div></div>`;
 	}
@@ -271,7 +269,7 @@ class Playground extends View {
 		const {detail, form, about} = this, {settings, checkpoints, classes, ema, conditions = []} = detail, of = (name) => settings[name];
 		const at = Math.max(0, form.checkpoint ? checkpoints.indexOf(form.checkpoint) : checkpoints.length - 1), interval = form.guidance_interval || [];
 		const open = (run) => {
-			Object.assign(this, {run, form: {...form, checkpoint: null, ema: null, label: null, given: null, negative: null, guide: null}, job: null});
+			Object.assign(this, {run, form: {...form, checkpoint: null, ema: null, label: null, given: null, negative: null, guide: null}, job: null, pictures: {}});
 			location.hash = `#/draw/${run}`;
 		};
 		return html`${this.setting("Run", select(this.runs.map((one) => [one.id, one.name]), this.run, open))}
@@ -281,7 +279,8 @@ class Playground extends View {
 			${ema ? html`${this.setting(html`EMA width <b>${form.ema ?? "the run's"}</b>`, range(form.ema ?? ema.widths?.[0] ?? 0.1, 0.01, 0.28, (width) => this.set("ema", width, true), {step: 0.01}), "wide")}
 				${form.ema ? html`<button type="button" class="quiet" @click=${() => this.set("ema", null, true)}>Use the run's EMA</button>` : ""}` : ""}
 			${classes.length ? this.setting("Class", select([["", "all in turn"], ...classes], form.label?.[0], (name) => this.set("label", name === "" ? null : [name]))) : ""}
-			${fields(conditions, form.given, (given, now) => this.set("given", given, now), this.rare.prompt)}
+			${fields(conditions.filter((one) => !one.image), form.given, (given, now) => this.set("given", given, now), this.rare.prompt)}
+			${conditions.filter((one) => one.image).map((one) => html`<unfog-condition .data=${this.data} .run=${this.run} .size=${of("data.size")} .condition=${one} .value=${this.pictures[one.name] || null} .sheets=${this.sheets} .jobs=${this.jobs} @chosen=${(e) => (this.pictures = {...this.pictures, [one.name]: e.detail})}></unfog-condition>`)}
 			${conditions.some((one) => one.kind === "text") && of("label_dropout") > 0 ? this.setting("Negative prompt", html`<input placeholder="none; needs a guidance other than 1" maxlength="4096" .value=${form.negative || ""} @input=${(e) => this.set("negative", e.target.value || null)}>${rareWords(this.rare.negative || [])}`, "wide") : ""}
 			${this.field("n", "Pictures", {min: 1, max: about?.most_images || 64})}
 			<div class="setting"><label for="seed">Seed</label><span class="inline"><input id="seed" type="number" step="1" .value=${String(form.seed ?? 0)} @input=${(e) => this.set("seed", Number(e.target.value))}><button type="button" aria-label="Another seed" @click=${() => this.set("seed", Math.floor(Math.random() * 1e6), true)}>⚄</button></span></div>
@@ -348,21 +347,30 @@ class Playground extends View {
 		const i = this.shown, {copies, kept} = job, found = copies?.pictures?.[i], size = Math.max(...sidesOf(job.size || 32)), scale = Math.max(1, Math.floor(224 / size)), at = this.sheet(job);
 		if (!at) return "";
 		const finished = at.endsWith("pictures.webp"), both = finished ? [[at, "finished picture"]] : Object.keys(VIEWS).reverse().map((view) => [this.sheet(job, view), VIEWS[view]]);
-		return html`<div class="selected"><h2>Picture ${i + 1}</h2><div class="pair">${both.map(([path, label]) => html`<figure>${tile(this.sheets, path, i, job.settings.n, `Picture ${i + 1}, ${label}, ${this.where(job)}`, scale)}<figcaption>${label}${finished ? "" : `, ${this.where(job)}`}</figcaption></figure>`)}
+		const given = job.given || [], said = (job.settings.given || []).join(", ");
+		return html`<div class="selected"><h2>Picture ${i + 1}</h2>${said ? html`<p class="soft">${said}</p>` : ""}<div class="pair">${given.map((name, k) => html`<figure>${tile(this.sheets, `${job.job}/given.webp`, k, given.length, `${name}, as the network was given it`, scale, given.length)}<figcaption>given: ${name}</figcaption></figure>`)}${both.map(([path, label]) => html`<figure>${tile(this.sheets, path, i, job.settings.n, `Picture ${i + 1}, ${label}, ${this.where(job)}`, scale)}<figcaption>${label}${finished ? "" : `, ${this.where(job)}`}</figcaption></figure>`)}
 				${found ? html`<figure>${[...Array(copies.shown).keys()].map((k) => tile(this.sheets, `${job.job}/nearest.webp`, i * copies.shown + k, job.pictures * copies.shown, `Training image ${k + 1} nearest to picture ${i + 1}`, Math.max(1, Math.floor(96 / size)), copies.shown))}<figcaption>nearest training images</figcaption></figure>` : ""}
 				${job.edit?.mask && job.pictures > 1 ? html`<figure>${tile(this.sheets, `${job.job}/disagreement.webp`, 0, 1, "Where the fillings disagree: bright is most", scale)}<figcaption>where the ${job.pictures} fillings disagree</figcaption></figure>` : ""}</div>
 			${kept ? html`<p class=${kept.equal ? "kept" : "error"}>${kept.equal ? `✓ Checked: all ${count(kept.pixels)} kept pixels are equal to the bit in every filling.` : "✕ Kept pixels differ: this is a bug."}</p>` : ""}
 			${found ? html`<p>${found.copy ? "This is a copy" : "This is not a copy"}: the nearest of ${count(copies.searched)} training images is at distance ${found.distances[0]} (of 255), ${found.ratio} of the distance of the next ones; below ${copies.limit} counts as a copy. ${copies.unseen.count} ${copies.unseen.what} are at ${copies.unseen.distances[1]} (${copies.unseen.distances[0]} to ${copies.unseen.distances[2]}), ratio ${copies.unseen.ratios[1]}. It is nearer than ${Math.round(100 * found.nearer_than)}% of them.</p>` : ""}
 			${copies?.state === "failed" ? html`<p class="error">${copies.error}</p>` : ""}
-			${job.pictures ? html`<div class="bar"><button @click=${() => this.take(false)}>Variations</button><button @click=${() => this.take(true)}>Paint into it</button>
-				<button ?disabled=${Boolean(copies)} @click=${() => this.attempt(async () => (this.job = await this.data.post(`api/draw/${job.job}/copies`, {})))}>${copies?.state === "waiting" ? "Searching …" : "Is it a copy?"}</button>
-				<a class="button" href=${this.data.url(`api/draw/${job.job}/${i}.png`)} download>Save as PNG</a></div>` : ""}
+			${job.pictures ? html`<div class="bar">${job.has_channels ? "" : html`<button @click=${() => this.take(false)}>Variations</button><button @click=${() => this.take(true)}>Paint into it</button>`}
+				<button ?disabled=${Boolean(copies) || job.has_channels} @click=${() => this.attempt(async () => (this.job = await this.data.post(`api/draw/${job.job}/copies`, {})))}>${copies?.state === "waiting" ? "Searching …" : "Is it a copy?"}</button>
+				<a class="button" href=${this.data.url(`api/draw/${job.job}/${i}.png`)} download>Save as PNG</a>
+				${job.values ? html`<a class="button" href=${this.data.url(`api/draw/${job.job}/values.npy`)} download>Save the values of all as .npy</a>` : ""}</div>` : ""}
+			${job.has_channels ? html`<details><summary>Other channels</summary>${[job.job].map((number) => html`<unfog-pictures .name=${"drawn-channels"} .sources=${this.channels(number)}></unfog-pictures>`)}</details>` : ""}
 			${job.kept_steps?.length ? html`<details><summary>Levels of this drawing</summary><p class="soft">${job.kept_steps.map((one) => one.share.toFixed(3)).join(" ")} (share of noise at each step; ${job.calls ?? "–"} network calls, ${job.seconds ?? "–"} s on ${job.device})</p><button @click=${() => this.setLevels(job.kept_steps.map((one) => Number(one.share.toFixed(3))))}>Take these levels, to change them</button></details>` : ""}</div>`;
+	}
+
+	// All pictures of a drawing on arrays, in any view of their channels.
+	channels(number) {
+		if (this.viewed?.number !== number) this.viewed = {number, sources: [{label: `drawing ${number}`, steps: [number], url: () => this.data.url(`api/draw/${number}/pictures.webp`), channels: [number], sheet: () => this.data.get(`api/draw/${number}/channels.json`)}]};
+		return this.viewed.sources;
 	}
 
 	history() {
 		const {about} = this, worker = about?.worker, mine = this.jobs.slice(-60).reverse();
-		const line = (one) => [...Object.entries(one.settings).map(([name, value]) => (name === "given" ? value.join(", ") : `${name} ${value}`)), one.edit?.mask ? "painted" : one.edit?.image ? "from a picture" : ""].filter(Boolean).join(", ");
+		const line = (one) => [...Object.entries(one.settings).map(([name, value]) => (name === "given" ? value.join(", ") : `${name} ${value}`)), ...(one.given_pictures || []).map((name) => `${name}: a picture`), one.edit?.mask ? "painted" : one.edit?.image ? "from a picture" : ""].filter(Boolean).join(", ");
 		return html`<details class="history" open><summary>History (${this.jobs.length})</summary><ol>${mine.map((one) => html`<li><button class="quiet" aria-current=${one.job === this.job?.job} @click=${() => { if (this.job) this.past = [...this.past, this.job.job]; this.reuse(one.job); this.pane = "draw"; }}>${one.job}: ${one.run_name}, ${line(one)}</button> <span class="soft">${one.state}</span>
 				${ENDED.includes(one.state) ? "" : html`<button class="quiet" aria-label="Cancel drawing ${one.job}" @click=${() => this.cancel(one.job)}>cancel</button>`}</li>`)}</ol></details>
 			${worker ? html`<p class="soft">${worker.pid ? `The worker is process ${worker.pid}, ${worker.nice ? "at low priority as a run trains here" : "at usual priority"}.` : "The worker is not running; it starts with the next drawing."} Drawing has taken ${worker.seconds} s of this machine so far${about.training ? ", which the training run shared" : ""}. <button class="quiet" @click=${() => this.data.post("api/worker/stop", {}).then(() => this.load())}>End the worker</button></p>` : ""}`;

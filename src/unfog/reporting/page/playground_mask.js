@@ -1,4 +1,5 @@
-// A mask painted over an image: brush, eraser, undo, zoom; by mouse, pen, touch and keyboard.
+// A mask painted over an image: brush, eraser, undo, zoom; by mouse, pen, touch and keyboard. Of the kind "mask" each pixel has one
+// of several labels; of "hole" the painted pixels are missing from the picture; else they are drawn anew.
 
 import {html, nothing} from "./vendor/lit.js";
 import {View, announce, range} from "./util.js";
@@ -7,11 +8,11 @@ const MOST_UNDO = 50;
 const MOVES = {ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1]};
 
 class Mask extends View {
-	static properties = ["url", "width", "height", "brush", "erase", "zoom", "at", "painted"];
+	static properties = ["url", "width", "height", "brush", "erase", "zoom", "at", "painted", "kind", "labels", "colours", "label"];
 
 	constructor() {
 		super();
-		Object.assign(this, {brush: 3, erase: false, zoom: 0, at: null, painted: 0, past: [], future: [], fingers: new Map()});
+		Object.assign(this, {brush: 3, erase: false, zoom: 0, at: null, painted: 0, kind: "edit", label: 1, past: [], future: [], fingers: new Map()});
 	}
 
 	get canvas() {
@@ -29,12 +30,22 @@ class Mask extends View {
 			const image = new Image();
 			image.onload = () => {
 				this.image = image;
+				if (this.kind !== "edit") this.readBits();
 				this.paint();
 			};
 			image.src = this.url;
 		}
 		this.canvas.style.width = `${this.width * this.shownZoom}px`;
 		this.paint();
+	}
+
+	// Take the labels of a mask from its colours, or the hole from what is transparent.
+	readBits() {
+		const {width, height, bits} = this, canvas = Object.assign(document.createElement("canvas"), {width, height}), context = canvas.getContext("2d");
+		context.drawImage(this.image, 0, 0, width, height);
+		const {data} = context.getImageData(0, 0, width, height), known = new Map((this.colours || []).map((colour, i) => [parseInt(colour.slice(1), 16), i]));
+		for (let i = 0; i < bits.length; i++) bits[i] = this.kind === "hole" ? Number(data[4 * i + 3] < 128) : known.get(65536 * data[4 * i] + 256 * data[4 * i + 1] + data[4 * i + 2]) || 0;
+		this.count();
 	}
 
 	get mostZoom() {
@@ -52,16 +63,17 @@ class Mask extends View {
 		context.fillStyle = "#888";
 		context.fillRect(0, 0, width, height);
 		if (this.image) context.drawImage(this.image, 0, 0, width, height);
-		const pixels = context.getImageData(0, 0, width, height);
+		const pixels = context.getImageData(0, 0, width, height), labels = this.kind === "mask" && this.colours.map((colour) => [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16)));
 		for (let i = 0; i < bits.length; i++) {
-			if (!bits[i]) continue;
+			if (labels) pixels.data.set(labels[bits[i]], 4 * i);
+			if (labels || !bits[i]) continue;
 			// A checkered red, which stands out from any picture.
 			const dark = (i % width + Math.floor(i / width)) % 2;
 			pixels.data.set([dark ? 190 : 255, dark ? 0 : 90, dark ? 60 : 110, 255], 4 * i);
 		}
 		context.putImageData(pixels, 0, 0);
 		if (this.at) {
-			context.strokeStyle = "#000";
+			context.strokeStyle = this.kind === "mask" ? "#fff" : "#000";
 			context.strokeRect(this.at[0] - this.brush / 2 + 0.5, this.at[1] - this.brush / 2 + 0.5, this.brush, this.brush);
 		}
 	}
@@ -83,7 +95,7 @@ class Mask extends View {
 	}
 
 	count() {
-		this.painted = this.bits.reduce((sum, bit) => sum + bit, 0);
+		this.painted = this.bits.reduce((sum, bit) => sum + (bit > 0), 0);
 		this.paint();
 	}
 
@@ -94,7 +106,7 @@ class Mask extends View {
 			for (let dx = low; dx <= high; dx++) {
 				const px = x + dx, py = y + dy;
 				if (px < 0 || py < 0 || px >= width || py >= height || (brush > 2 && Math.hypot(dx, dy) > radius)) continue;
-				bits[py * width + px] = this.erase ? 0 : 1;
+				bits[py * width + px] = this.erase ? 0 : this.label;
 			}
 		}
 	}
@@ -160,40 +172,56 @@ class Mask extends View {
 			const [x, y] = this.at || middle, far = event.ctrlKey ? 8 : 1;
 			this.at = [Math.min(width - 1, Math.max(0, x + move[0] * far)), Math.min(height - 1, Math.max(0, y + move[1] * far))];
 			if (event.shiftKey) this.change(() => this.dot(...this.at));
-			else announce(`column ${this.at[0] + 1}, row ${this.at[1] + 1}, ${this.bits[this.at[1] * width + this.at[0]] ? "painted" : "kept"}`);
+			else announce(`column ${this.at[0] + 1}, row ${this.at[1] + 1}, ${this.said(this.bits[this.at[1] * width + this.at[0]])}`);
 		} else if (event.key === " " || event.key === "Enter") this.change(() => this.dot(...(this.at || middle)));
 		else if (event.key === "e") this.erase = !this.erase;
+		else if (this.kind === "mask" && /^[0-9]$/.test(event.key) && Number(event.key) < this.labels.length) this.choose(Number(event.key));
 		else if (event.key === "[" || event.key === "]") this.brush = Math.max(1, this.brush + (event.key === "]" ? 1 : -1));
 		else if ("zZ".includes(event.key)) event.shiftKey ? this.step(this.future, this.past) : this.step(this.past, this.future);
 		else return;
 		event.preventDefault();
 	}
 
+	said(bit) {
+		return this.kind === "mask" ? `label ${this.labels[bit]}` : bit ? "painted" : "kept";
+	}
+
+	choose(label) {
+		Object.assign(this, {label, erase: false});
+		announce(`The brush paints label ${this.labels[label]}`);
+	}
+
 	fill(make) {
 		this.change(() => this.bits.forEach((bit, i) => (this.bits[i] = make(bit))));
 	}
 
-	// PNG of the mask, white where it is painted.
+	// PNG of the mask, white where it is painted; of labels their numbers, of a hole the picture without it.
 	blob() {
 		const {width, height, bits} = this, canvas = Object.assign(document.createElement("canvas"), {width, height});
 		const context = canvas.getContext("2d"), pixels = context.createImageData(width, height);
-		for (let i = 0; i < bits.length; i++) pixels.data.set([255 * bits[i], 255 * bits[i], 255 * bits[i], 255], 4 * i);
+		const white = this.kind === "mask" ? 1 : 255, hole = this.kind === "hole";
+		if (hole) context.drawImage(this.image, 0, 0, width, height);
+		const {data} = hole ? context.getImageData(0, 0, width, height) : pixels;
+		for (let i = 0; i < bits.length; i++) pixels.data.set(hole ? [...data.slice(4 * i, 4 * i + 3), bits[i] ? 0 : 255] : [white * bits[i], white * bits[i], white * bits[i], 255], 4 * i);
 		context.putImageData(pixels, 0, 0);
 		return new Promise((done) => canvas.toBlob(done, "image/png"));
 	}
 
 	render() {
-		const {past, future, erase} = this;
+		const {past, future, erase, kind, painted} = this, all = this.width * this.height, labels = kind === "mask";
+		const swatch = (colour) => html`<svg width="12" height="12" aria-hidden="true"><rect width="12" height="12" rx="2" fill=${colour} /></svg>`;
+		const note = labels ? `${painted} of ${all} pixels have another label than ${this.labels[0]}` : painted ? `${painted} of ${all} pixels are ${kind === "hole" ? "filled in" : "drawn anew"}, the others stay` : `Paint over what is to be ${kind === "hole" ? "filled in" : "drawn anew"}.`;
 		const button = (label, press, pressed = nothing, off = false) => html`<button type="button" aria-pressed=${pressed} ?disabled=${off} @click=${press}>${label}</button>`;
 		return html`<div class="mask"><div class="bar" role="toolbar" aria-label="Mask">
-			${button("Brush", () => (this.erase = false), !erase)}${button("Eraser", () => (this.erase = true), erase)}
+			${labels ? html`<span class="chips" role="group" aria-label="Label that the brush paints">${this.labels.map((name, i) => html`<button type="button" aria-pressed=${i === this.label && !erase} @click=${() => this.choose(i)}>${swatch(this.colours[i])} ${name}</button>`)}</span>`
+				: html`${button("Brush", () => (this.erase = false), !erase)}${button("Eraser", () => (this.erase = true), erase)}`}
 			<label>size ${range(this.brush, 1, Math.max(2, Math.round(Math.min(this.width, this.height) / 2)), (brush) => (this.brush = brush))}</label>
 			<label>zoom ${range(this.shownZoom, 1, this.mostZoom, (zoom) => (this.zoom = zoom))}</label>
 			${button("Undo", () => this.step(this.past, this.future), nothing, !past.length)}${button("Redo", () => this.step(this.future, this.past), nothing, !future.length)}
-			${button("Clear", () => this.fill(() => 0))}${button("Invert", () => this.fill((bit) => 1 - bit))}</div>
-			<div class="scroll"><canvas width=${this.width} height=${this.height} tabindex="0" role="application" aria-label="Image to paint a mask on: arrows move, space paints, shift and arrows draw, e switches the eraser, brackets change the size, z undoes"
+			${button("Clear", () => this.fill(() => 0))}${labels ? button("Fill", () => this.fill(() => this.label)) : button("Invert", () => this.fill((bit) => 1 - bit))}</div>
+			<div class="scroll"><canvas width=${this.width} height=${this.height} tabindex="0" role="application" aria-label=${`Image to paint a mask on: arrows move, space paints, shift and arrows draw, ${labels ? "digits choose the label" : "e switches the eraser"}, brackets change the size, z undoes`}
 				@pointerdown=${(e) => this.down(e)} @pointermove=${(e) => this.move(e)} @pointerup=${(e) => this.up(e)} @pointercancel=${(e) => this.up(e)} @keydown=${(e) => this.key(e)}></canvas></div>
-			<p class="soft">${this.painted ? `${this.painted} of ${this.width * this.height} pixels are drawn anew, the others stay` : "Paint over what is to be drawn anew."}</p></div>`;
+			<p class="soft">${note}</p></div>`;
 	}
 }
 customElements.define("unfog-mask", Mask);

@@ -23,7 +23,7 @@ _Z = 1.959964  # of a 95% interval
 def add_vote(run: Path, first: SampleRequest, second: SampleRequest, picture: int, choice: Any) -> list[dict[str, Any]]:
     """Record which of two pictures somebody found better without knowing whose they are; return all counts.
 
-    RequestError if the choice is none, the drawings are the same, or the file is full.
+    RequestError if the choice is unknown, the drawings are the same, or the file is full.
     """
     if choice not in _CHOICES:
         raise RequestError(f"choice = {choice!r} must be one of {', '.join(_CHOICES)}")

@@ -123,7 +123,7 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """Number of the process; None while there is none."""
+        """Number of the process; None before it starts."""
         process = self._process
         return process.pid if process is not None and process.poll() is None else None
 

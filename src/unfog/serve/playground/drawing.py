@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shlex
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -27,8 +28,10 @@ from unfog.errors import RequestError
 from unfog.files.cache_folder import cache_folder
 from unfog.files.safe_files import make_folder, read_file, remove, write_atomic
 from unfog.reporting.image_grids import Pixels
+from unfog.serve.playground.inputs import Inputs
 from unfog.serve.run_files import checkpoint_steps, conditions_of
 from unfog.values.image_format import are_pictures
+from unfog.values.kinds.image_kinds import image_columns
 
 _MOST_FILES, _MOST_BYTES = 100, 2**25  # of a folder of runs
 _LARGEST = 2**23  # bytes of pixels of a drawing that is kept
@@ -60,10 +63,7 @@ class Drawing:
     run_name: str
     request: SampleRequest
     key: str
-    body: bytes = b""
-    """PNGs of the image and of the mask of an edit."""
-    image_bytes: int = 0
-    """How many bytes of them are the image."""
+    inputs: Inputs = field(default_factory=Inputs)
     newest: bool = False
     """True if no checkpoint was named, so that the newest one of a run that trains is drawn from."""
     state: str = "waiting"
@@ -74,6 +74,12 @@ class Drawing:
     """Steps, batches, seconds, network calls, device, and whether kept pixels are equal."""
     copies: dict[str, Any] = field(default_factory=dict)
     nearest: Pixels | None = None
+    given: Pixels | None = None
+    """Pictures of the conditions that are images, in the order of `facts["given"]`."""
+    values: bytes = b""
+    """Samples in the units of the source, of a run on arrays; `facts["values"]` has type and shape."""
+    channels: bytes = b""
+    """PNG of all channels of these: see `reporting.channel_sheets`."""
     cancelled: bool = False
     done_steps: int = 0
     at: tuple[int, float] = (0, 1.0)
@@ -87,7 +93,8 @@ class Drawing:
         tiles = sum(
             tile.nbytes for step in self.steps.values() for tile in (*step.noisy.values(), *step.guess.values())
         )
-        return tiles + sum(0 if of is None else of.nbytes for of in (self.pictures, self.nearest)) + len(self.body)
+        whole = sum(0 if of is None else of.nbytes for of in (self.pictures, self.nearest, self.given))
+        return tiles + whole + sum(map(len, (self.inputs.body, self.values, self.channels)))
 
     def progress(self) -> dict[str, Any]:
         """Return the fields of its event."""
@@ -107,8 +114,9 @@ class Drawing:
 
     def summary(self) -> dict[str, Any]:
         """Return its line in the history."""
-        edit = {"image": self.image_bytes > 0, "mask": len(self.body) > self.image_bytes}
-        return {**self.progress(), "run_name": self.run_name, "settings": settings_of(self.request), "edit": edit}
+        edit = {"image": self.request.image is not None, "mask": self.request.mask is not None}
+        told = {"settings": settings_of(self.request), "given_pictures": list(self.inputs.given)}
+        return {**self.progress(), "run_name": self.run_name, **told, "edit": edit}
 
     def detail(self) -> dict[str, Any]:
         """Return all about it but the pixels."""
@@ -118,8 +126,9 @@ class Drawing:
             **self.facts,
             "kept_steps": steps,
             "pictures": 0 if self.pictures is None else len(self.pictures),
-            "command": command_of(self.request),
-            "python": python_of(self.request),
+            "command": command_of(self.request, self.inputs.given),
+            "python": python_of(self.request, self.inputs.given),
+            "has_channels": bool(self.channels),
             "copies": self.copies or None,
         }
 
@@ -130,6 +139,8 @@ class StoredDrawing(NamedTuple):
     number: int
     facts: dict[str, Any]
     pictures: Pixels
+    rest: bytes = b""
+    """Further bytes, such as inputs; `facts` says what they are."""
 
 
 class History:
@@ -141,10 +152,10 @@ class History:
 
     def add(self, drawing: StoredDrawing) -> None:
         """Store a drawing, and remove the oldest of too many. Without effect where nothing can be written."""
-        if drawing.pictures.nbytes > _LARGEST:
+        if drawing.pictures.nbytes + len(drawing.rest) > _LARGEST:
             return
         head = json.dumps({**drawing.facts, "shape": drawing.pictures.shape}).encode()
-        data = head + b"\n" + zlib.compress(drawing.pictures.tobytes(), 1)
+        data = head + b"\n" + zlib.compress(drawing.pictures.tobytes() + drawing.rest, 1)
         with suppress(OSError):
             cache_folder().mkdir(parents=True, exist_ok=True)
             make_folder(self._folder, cache_folder())
@@ -161,9 +172,10 @@ class History:
                 facts = json.loads(head)
                 # With a bound: a few bytes may unpack to any size.
                 pixels = zlib.decompressobj().decompress(packed, _LARGEST)
-                pictures = np.frombuffer(pixels, np.uint8).reshape(facts.pop("shape"))
+                shape = [int(length) for length in facts.pop("shape")]
+                pictures = np.frombuffer(pixels[: math.prod(shape)], np.uint8).reshape(shape)
                 if are_pictures(pictures):
-                    yield StoredDrawing(int(path.stem), facts, pictures)
+                    yield StoredDrawing(int(path.stem), facts, pictures, pixels[pictures.nbytes :])
 
     def _files(self) -> list[Path]:
         with suppress(OSError):
@@ -209,7 +221,11 @@ def read_request(run: Path, settings: Mapping[str, Any], edits: bool, masked: bo
             raise RequestError(f"{name} = {getattr(request, name)} is too large for the page: at most {most}")
     if request.given or request.negative:
         conditions = conditions_of(run)
-        conditions.parse(conditions.read_words(request.given))
+        told = conditions.read_words(request.given)
+        # Its words would be the name of a file, or of a source.
+        if pictures := [one.name for one in image_columns(conditions.columns) if one.name in told]:
+            raise RequestError(f"given {pictures[0]!r} is an image, and the page reads no files; upload it")
+        conditions.parse(told)
         if request.negative:
             conditions.read_negative(request.negative)
     if not edits and (request.strength, request.repeats) != (None, None):
@@ -239,23 +255,27 @@ def job_of(request: SampleRequest) -> dict[str, Any]:
     return {"run": str(request.run), "weights": weights, "settings": settings}
 
 
-def command_of(request: SampleRequest) -> str:
-    """Return the command that draws the same pictures."""
-    words = ["unfog", "sample", str(request.run)]
-    for name, value in (settings_of(request) | _files(request)).items():
+def command_of(request: SampleRequest, pictures: Iterable[str] = ()) -> str:
+    """Return the command that draws the same pictures, with files for the conditions that are images."""
+    words, settings = ["unfog", "sample", str(request.run)], settings_of(request) | _files(request)
+    if files := [f"{name}={name}.png" for name in pictures]:
+        settings["given"] = [*settings.get("given", []), *files]
+    for name, value in settings.items():
         values = value if isinstance(value, list) else [value]
         words += ["-n" if name == "n" else f"--{name.replace('_', '-')}", *map(str, values)]
     return shlex.join(words)
 
 
-def python_of(request: SampleRequest) -> str:
-    """Return Python that draws the same pictures."""
+def python_of(request: SampleRequest, pictures: Iterable[str] = ()) -> str:
+    """Return Python that draws the same pictures, with files for the conditions that are images."""
     settings = settings_of(request) | _files(request)
     names = {"weights": "weights", "ema": "ema", "checkpoint": "step"}
     load = [f"{names[name]}={settings.pop(name)!r}" for name in names if name in settings]
     count = settings.pop("n")
     if "given" in settings:
         settings["given"] = conditions_of(request.run).read_words(settings["given"])
+    if files := {name: f"{name}.png" for name in pictures}:
+        settings["given"] = settings.get("given", {}) | files
     sample = [f"{name}={tuple(value) if isinstance(value, list) else value!r}" for name, value in settings.items()]
     loaded = ", ".join([repr(str(request.run)), *load])
     return f"import unfog\n\nrun = unfog.load({loaded})\nimages = run.sample({', '.join([str(count), *sample])})\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
@@ -73,6 +74,14 @@ def disagreement(pictures: Pixels) -> Pixels:
     return bright
 
 
+def npy(values: bytes, facts: Sequence[Any]) -> bytes:
+    """Return a .npy file of values [N, H, W, C]; `facts` are their type and shape."""
+    kind, *shape = facts
+    file = io.BytesIO()
+    np.save(file, np.frombuffer(values, np.dtype(str(kind))).reshape([int(length) for length in shape]))
+    return file.getvalue()
+
+
 def format_of(run: Path) -> ImageFormat:
     """Return the format of the images of a run. RequestError if its configuration does not have them."""
     settings = read_settings(run)
@@ -96,10 +105,17 @@ def at_run_size(pixels: Pixels, format: ImageFormat) -> Pixels:
 class _Upload(NamedTuple):
     """An uploaded picture, and the settings that are stored in its file."""
 
-    pixels: Pixels
-    """uint8 [H, W, 3]."""
+    data: bytes
+    """The file."""
+    width: int
+    height: int
     settings: dict[str, Any] | None
     """What Unfog has written into it: version, run, number of the picture, settings. Not checked yet."""
+
+    @property
+    def pixels(self) -> Pixels:
+        """The picture, uint8 [H, W, 3]."""
+        return np.asarray(decode_picture(self.data, "the upload"))
 
 
 class Uploads:
@@ -122,7 +138,7 @@ class Uploads:
         image = decode_picture(data, "the upload")
         if image.width * image.height > _MOST_PIXELS:
             raise RequestError(f"the upload has over {_MOST_PIXELS / 1e6:.0f} megapixels; make it smaller")
-        upload = _Upload(np.asarray(image), settings)
+        upload = _Upload(data, image.width, image.height, settings)
         with self._lock:
             number = next(self._numbers)
             self._kept[number] = upload
@@ -132,7 +148,7 @@ class Uploads:
 
 
 def _read_settings(data: bytes) -> dict[str, Any] | None:
-    """Return the settings that were written into a PNG by the playground; None if there are none."""
+    """Return the settings that were written into a PNG by the playground; None without any."""
     with suppress(Exception):  # a stranger's file; `decode_picture` says what is wrong with it
         image = open_bytes(data, "the upload")
         text = image.text.get("Unfog", "") if isinstance(image, PngImagePlugin.PngImageFile) else ""

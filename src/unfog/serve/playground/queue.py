@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections import deque
@@ -17,6 +18,7 @@ from unfog.config.requests.sample import SampleRequest
 from unfog.errors import RequestError, RunError
 from unfog.serve.playground.channel import Message, Worker
 from unfog.serve.playground.drawing import Drawing, Step, job_of, key_of, newest_checkpoint
+from unfog.serve.playground.inputs import NO_INPUTS, Inputs
 from unfog.text import sanitize
 
 MOST_WAITING = 32
@@ -70,7 +72,7 @@ class DrawingQueue:
             return self._known
 
     def __getitem__(self, number: int) -> Drawing:
-        """Return a job by its number. KeyError if there is none, or not any more."""
+        """Return a job by its number. KeyError if it is unknown, or was removed."""
         return self._jobs[number]
 
     def list(self) -> list[Drawing]:
@@ -78,21 +80,20 @@ class DrawingQueue:
             return [*self._jobs.values()]
 
     def submit(
-        self, run: int, name: str, request: SampleRequest, image: bytes = b"", mask: bytes = b"", newest: bool = False
+        self, run: int, name: str, request: SampleRequest, inputs: Inputs = NO_INPUTS, newest: bool = False
     ) -> Drawing:
         """Queue a drawing and return its job; an earlier one with the same weights and settings if there is one.
 
         With `newest` a checkpoint that the run deletes meanwhile is replaced by its newest one. RequestError if too
         many wait already.
         """
-        body = image + mask
-        key = _key(request, body, len(image))
+        key = key_of(request, inputs.key)
         with self._changed:
             for job in self._jobs.values():
                 if job.key == key and job.state not in ("cancelled", "failed") and not job.cancelled:
                     return job
             self._make_room()
-            job = Drawing(next(self._numbers), run, name, request, key, body, len(image), newest)
+            job = Drawing(next(self._numbers), run, name, request, key, inputs, newest)
             self._jobs[job.id] = job
             self._enqueue("draw", job)
         self._publish(job.progress())
@@ -194,7 +195,7 @@ class DrawingQueue:
             if error is None or job.cancelled or not job.newest or newest in (None, job.request.checkpoint):
                 break
             job.request = replace(job.request, checkpoint=newest)
-            job.key = _key(job.request, job.body, job.image_bytes)
+            job.key = key_of(job.request, job.inputs.key)
         if error is not None:  # only now, so that nobody sees a failure that another try mends
             self._fail("draw", job, error)
 
@@ -202,9 +203,9 @@ class DrawingQueue:
         """Draw; returns why the worker could not, or None."""
         job.state = "drawing"
         self._publish(job.progress())
-        head = {**self._head("draw", job), **job_of(job.request), "image_bytes": job.image_bytes}
+        head = {**self._head("draw", job), **job_of(job.request), **job.inputs.head}
         error = None
-        for message in self.worker.work(head, job.body, ("done", "failed")):
+        for message in self.worker.work(head, job.inputs.body, ("done", "failed")):
             if message.head["event"] == "failed":
                 error = str(message.head["error"])
             self._take(job, message)
@@ -218,7 +219,10 @@ class DrawingQueue:
         facts = message.head
         match facts["event"]:
             case "began":
-                job.facts = {name: facts[name] for name in ("steps", "batches", "device", "size")}
+                names = ("steps", "batches", "device", "size", "given", "given_shape")
+                job.facts = {name: facts[name] for name in names if name in facts}
+                if "given" in facts:
+                    job.given = np.frombuffer(message.body, np.uint8).reshape(facts["given_shape"])
             case "step":
                 tiles = np.frombuffer(message.body, np.uint8).reshape(2, *facts["tiles"])
                 step = job.steps.setdefault(facts["number"], Step(facts["share"]))
@@ -227,9 +231,12 @@ class DrawingQueue:
                 job.computed = facts.get("time", 0.0)
                 job.at, job.done_steps = (facts["number"], facts["share"]), job.done_steps + 1
             case "done":
+                pixels, length = message.body, math.prod(facts["images"])
                 if facts["images"][0]:
-                    job.pictures = np.frombuffer(message.body, np.uint8).reshape(facts["images"])
-                job.facts |= {name: facts[name] for name in ("seconds", "calls", "kept") if name in facts}
+                    job.pictures = np.frombuffer(pixels[:length], np.uint8).reshape(facts["images"])
+                end = length + facts.get("channel_bytes", 0)
+                job.channels, job.values = pixels[length:end], pixels[end:]
+                job.facts |= {name: facts[name] for name in ("seconds", "calls", "kept", "values") if name in facts}
                 job.state = "cancelled" if facts["stopped"] else "done"
 
     def _search(self, job: Drawing) -> None:
@@ -264,7 +271,3 @@ class DrawingQueue:
                 total -= job.pixels
                 with suppress(KeyError):
                     del self._jobs[job.id]
-
-
-def _key(request: SampleRequest, body: bytes, image_bytes: int) -> str:
-    return key_of(request, image_bytes.to_bytes(8, "little") + body)

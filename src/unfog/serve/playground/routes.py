@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,6 +17,7 @@ from starlette.routing import Route
 
 from unfog import __version__
 from unfog.errors import RequestError
+from unfog.reporting.channel_sheets import decode_channels
 from unfog.reporting.image_grids import Pixels, encode_png
 from unfog.serve.playground import blind_comparison, images
 from unfog.serve.playground.drawing import (
@@ -27,10 +30,13 @@ from unfog.serve.playground.drawing import (
     read_request,
     settings_of,
 )
+from unfog.serve.playground.given_pictures import check_pictures, condition_view, mask_file, picture_column
 from unfog.serve.playground.images import Uploads
+from unfog.serve.playground.inputs import Inputs
 from unfog.serve.playground.queue import MOST_WAITING, DrawingQueue
 from unfog.serve.run_files import conditions_of
 from unfog.serve.server import Json, Server, json_body, whole_number
+from unfog.values.condition_kinds import ColumnFacts
 
 
 def playground_routes(server: Server) -> list[Route]:
@@ -47,6 +53,9 @@ def playground_routes(server: Server) -> list[Route]:
         Route("/api/draw/{job:number}/pictures.webp", playground.pictures),
         Route("/api/draw/{job:number}/nearest.webp", playground.nearest),
         Route("/api/draw/{job:number}/disagreement.webp", playground.disagreement),
+        Route("/api/draw/{job:number}/given.webp", playground.given),
+        Route("/api/draw/{job:number}/channels.json", playground.channels),
+        Route("/api/draw/{job:number}/values.npy", playground.values),
         Route("/api/draw/{job:number}/{picture:number}.png", playground.picture),
         Route("/api/upload", playground.upload, methods=["POST"]),
         Route("/api/upload/{upload:number}.png", playground.uploaded),
@@ -73,17 +82,26 @@ class _Playground:
         if job.pictures is None:
             return
         facts = {"run": job.run, "key": job.key, "settings": settings_of(job.request), "facts": job.facts}
-        inputs = [job.request.image is not None, job.request.mask is not None]
-        self._history.add(StoredDrawing(job.id, {**facts, "inputs": inputs}, job.pictures))
+        facts["inputs"] = [job.request.image is not None, job.request.mask is not None]
+        given = b"" if job.given is None else job.given.tobytes()
+        parts = (job.inputs.body, given, job.channels, job.values)
+        facts |= {"parts": [len(part) for part in parts], "head": job.inputs.head}
+        self._history.add(StoredDrawing(job.id, facts, job.pictures, b"".join(parts)))
 
     def _restored(self) -> Iterator[Drawing]:
-        """Yield the drawings of an earlier server, of runs that are still here. What they started from is not kept."""
-        for number, facts, pictures in self._history.read():
+        """Yield the drawings of an earlier server, of runs that are still here."""
+        for number, facts, pictures, rest in self._history.read():
             with suppress(KeyError, TypeError, ValueError, RequestError):
                 run = self._server.runs[facts["run"]]
                 asked = read_request(run.path, facts["settings"], *facts["inputs"])
                 job = Drawing(number, run.id, run.name, asked, str(facts["key"]), state="done", pictures=pictures)
                 job.facts = dict(facts["facts"])
+                if "parts" in facts:  # earlier versions kept pixels alone
+                    ends = [0, *itertools.accumulate(int(length) for length in facts["parts"])]
+                    body, given, job.channels, job.values = (rest[a:b] for a, b in itertools.pairwise(ends))
+                    job.inputs = Inputs.read(facts["head"], body)
+                    if given:
+                        job.given = np.frombuffer(given, np.uint8).reshape(job.facts["given_shape"])
                 yield job
 
     async def list(self, _: Request) -> Response:
@@ -106,14 +124,32 @@ class _Playground:
         image, mask = body.get("image"), body.get("mask")
         if mask is not None and image is None:
             raise RequestError("a mask needs an image to paint in")
-        format = images.format_of(run.path)
-        first, second = (
-            b"" if one is None else encode_png(images.at_run_size(self._image(one), of))
-            for one, of in ((image, format), (mask, format.as_mask))
-        )
+        conditions, pictures = conditions_of(run.path), body.get("pictures") or {}
+        columns = check_pictures(conditions, pictures)
+        given = {name: self._given_file(columns[name], pictures[name]) for name in sorted(columns)}
+        first = second = b""
+        if image is not None:
+            format = images.format_of(run.path)
+            first = encode_png(images.at_run_size(self._image(image), format))
+            if mask is not None:
+                second = encode_png(images.at_run_size(self._image(mask), format.as_mask))
         asked = read_request(run.path, settings, image is not None, mask is not None)
         newest = settings.get("checkpoint") is None and asked.checkpoint is not None
-        return self.jobs.submit(run.id, run.name, asked, first, second, newest)
+        return self.jobs.submit(run.id, run.name, asked, Inputs(first, second, given), newest)
+
+    def _given_file(self, column: ColumnFacts, named: Any) -> bytes:
+        """Return the file of a condition: an upload, a painted mask, or that of an earlier drawing."""
+        match named:
+            case {"upload": int(number), "painted": True} if column.kind == "mask":
+                return mask_file(self.uploads[number].pixels, column)
+            case {"upload": int(number)}:
+                return self.uploads[number].data
+            case {"job": int(number)}:
+                given = self._job(number).inputs.given
+                if column.name in given:
+                    return given[column.name]
+                raise RequestError(f"drawing {number} keeps no picture of {column.name}; upload it again")
+        raise RequestError('the picture of a condition is {"upload": NUMBER} or {"job": NUMBER}')
 
     def _image(self, named: Any) -> Pixels:
         """Return an uploaded image, or a picture of a job, by its number."""
@@ -153,6 +189,27 @@ class _Playground:
         pictures = self._pictures(self._job(request.path_params["job"]))
         return _picture(await asyncio.to_thread(images.sheet, list(pictures)))
 
+    async def given(self, request: Request) -> Response:
+        job = self._job(request.path_params["job"])
+        if job.given is None:
+            raise HTTPException(404, "this drawing has no conditions that are images, or is not begun")
+        return _picture(await asyncio.to_thread(images.sheet, list(job.given), len(job.given)))
+
+    async def channels(self, request: Request) -> Response:
+        job = self._job(request.path_params["job"])
+        found = await self._server.pictures.decode(lambda: decode_channels(job.channels))
+        if found is None:
+            raise HTTPException(404, "this drawing has no channels")
+        return Json(found)
+
+    async def values(self, request: Request) -> Response:
+        job = self._job(request.path_params["job"])
+        if "values" not in job.facts or not job.values:
+            raise HTTPException(404, "the samples of this drawing are pictures of 8 bits")
+        data = await asyncio.to_thread(images.npy, job.values, job.facts["values"])
+        name = f'attachment; filename="drawing-{job.id}.npy"'
+        return Response(data, media_type="application/octet-stream", headers={"content-disposition": name})
+
     async def nearest(self, request: Request) -> Response:
         job = self._job(request.path_params["job"])
         if job.nearest is None:
@@ -179,8 +236,13 @@ class _Playground:
 
     async def uploaded(self, request: Request) -> Response:
         upload = self.uploads[request.path_params["upload"]]
-        run = self._run(whole_number(request, "run"))
-        made = lambda: encode_png(images.at_run_size(upload.pixels, images.format_of(run.path)))  # noqa: E731
+        run, name = self._run(whole_number(request, "run")), request.query_params.get("given")
+
+        def made() -> bytes:
+            if name is None:
+                return encode_png(images.at_run_size(upload.pixels, images.format_of(run.path)))
+            return condition_view(upload.data, picture_column(conditions_of(run.path), name))
+
         return Response(await self._server.pictures.decode(made), media_type="image/png")
 
     async def votes(self, request: Request) -> Response:

@@ -6,6 +6,7 @@ import io
 import math
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,29 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
+from unfog.config.schema import Config
+from unfog.data.sources.base import ImageError
+from unfog.data.sources.image_files import open_bytes
 from unfog.diffusion.steps import SamplingStep
 from unfog.errors import RequestError
 from unfog.inference.loaded_run import load_run_images
 from unfog.inference.memorization import FEWEST, find_nearest_images
 from unfog.inference.run import Run
+from unfog.pipeline.condition_pictures import condition_pictures
 from unfog.pipeline.edit_images import build_edit
+from unfog.pipeline.generate import view_channels
+from unfog.pipeline.given_images import read_pictures
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.image_grids import Pixels
 from unfog.serve.playground.channel import Channel, Message
-from unfog.values.image_format import ImageFormat
+from unfog.serve.playground.inputs import Inputs
 
 _TILE = 128  # longest side of a kept step, in pixels
 _STEP_BYTES = 2**26  # of all kept steps of a job; beyond that, only every second or third step is kept
 _BATCH_PIXELS = 2**18  # of the images of a batch
 _LOADED = 2  # networks in memory: two checkpoints are compared
+_MOST_VALUES = 2**27  # bytes of samples in the units of the source; larger ones are for `unfog sample`
 _SHOWN = 3  # nearest training images of a picture
 
 
@@ -50,16 +58,15 @@ class Studio:
         """Draw a job, and send its steps and its pictures. One that is cancelled ends within a step."""
         head = message.head
         run = self._load(head["run"], **head["weights"])
-        if not (format := run.config.image_format).is_picture:
-            raise RequestError(
-                f"the playground draws pictures of 8 bits, and this run has {format}; use `unfog sample`"
-            )
+        format = run.config.image_format
         if channel.is_cancelled(job):
             channel.send("done", job, stopped=True, images=[0], seconds=0.0, calls=0)
             return
-        image, mask = _inputs(message)
-        settings = dict(head["settings"])
-        count, given = settings.pop("n"), run.config.conditions.read_words(settings.pop("given", ()))
+        inputs, settings = Inputs.read(head, message.body), dict(head["settings"])
+        image, mask = (_pixels(part) for part in (inputs.image, inputs.mask))
+        count = settings.pop("n")
+        words: dict[str, object] = run.config.conditions.read_words(settings.pop("given", ()))
+        given, shown = _with_pictures(run, words, inputs)
         edit = build_edit(run.config, image, mask, settings.get("strength"), settings.get("repeats"))
         kind, steps, grid = (settings.get(name) for name in ("sampler", "steps", "grid"))
         sampler = run.sampler(kind, steps, grid, settings.get("levels", ()))
@@ -68,7 +75,8 @@ class Studio:
         total = edit.steps(sampler.steps) if edit else sampler.steps
         watch = _StepSender(channel, job, run, every=_every(total, count, run))
         parts, device = -(-count // batch), str(run.device)
-        channel.send("began", job, steps=total, batches=parts, device=device, size=format.size)
+        told = {"given": list(inputs.given), "given_shape": shown.shape} if len(shown) else {}
+        channel.send("began", job, shown.tobytes(), steps=total, batches=parts, device=device, size=format.size, **told)
         began = time.monotonic()
         images = run.sample(count, given=given, image=image, mask=mask, observe=watch, batch=batch, **settings)
         facts: dict[str, Any] = {"seconds": round(time.monotonic() - began, 3), "calls": run.calls}
@@ -77,7 +85,14 @@ class Studio:
             kept = format.to_pictures(edit.image[None])[0][known]
             facts["kept"] = {"pixels": int(known.sum()), "equal": bool((np.asarray(images)[:, known] == kept).all())}
         stopped = len(images) < count
-        channel.send("done", job, np.ascontiguousarray(images).tobytes(), images=images.shape, stopped=stopped, **facts)
+        pixels, more = np.ascontiguousarray(run.config.view(images) if not format.is_picture else images), b""
+        if not format.is_picture and len(images):
+            sheet, values = view_channels(run.config, images, ()), np.ascontiguousarray(images)
+            facts |= {"channel_bytes": len(sheet)}
+            if values.nbytes <= _MOST_VALUES:
+                facts |= {"values": [str(values.dtype), *values.shape]}
+            more = sheet + (values.tobytes() if "values" in facts else b"")
+        channel.send("done", job, pixels.tobytes() + more, images=pixels.shape, stopped=stopped, **facts)
 
     def _load(self, path: str, **weights: Any) -> Run:
         key = (path, *sorted(weights.items()))
@@ -95,7 +110,7 @@ class _StepSender:
     def __init__(self, channel: Channel, job: int, run: Run, every: int) -> None:
         self._channel, self._job, self._every = channel, job, every
         self._path, self._decode = run.config.diffusion.path, run.decode
-        self._format = run.config.image_format
+        self._config = run.config
 
     def __call__(self, step: SamplingStep) -> bool:
         if self._channel.is_cancelled(self._job):
@@ -103,7 +118,7 @@ class _StepSender:
         if step.number % self._every == 0:
             alpha, sigma = (float(part) for part in self._path(torch.tensor(step.logsnr, dtype=torch.float64)))
             scaled = step.x_t / (alpha**2 + sigma**2) ** 0.5
-            x, x0 = (_tiles(self._decode(images), self._format) for images in (scaled, step.x0))
+            x, x0 = (_tiles(self._decode(images), self._config) for images in (scaled, step.x0))
             facts = {
                 "number": step.number,
                 "first": step.first,
@@ -115,28 +130,44 @@ class _StepSender:
         return self._channel.is_cancelled(self._job)
 
 
-def _tiles(images: Tensor, format: ImageFormat) -> Pixels:
-    """Return images [N, C, H, W] as uint8 [N, h, w, C], at most 128 pixels wide."""
+def _tiles(images: Tensor, config: Config) -> Pixels:
+    """Return images [N, C, H, W] as uint8 [N, h, w, C], at most 128 pixels wide; of arrays the view of the run."""
+    format = config.image_format
     side = max(images.shape[2:])
     if side > _TILE:
         small = [max(1, length * _TILE // side) for length in images.shape[2:]]
         images = adaptive_avg_pool2d(images.float(), (small[0], small[1]))
-    return np.ascontiguousarray(format.to_pictures(images))
+    pictures = format.to_pictures(images)
+    return np.ascontiguousarray(pictures if format.is_picture else config.view(pictures))
 
 
 def _every(steps: int, count: int, run: Run) -> int:
     """Return how many steps there are to one that is kept, so that all of a job fit the memory."""
-    channels, *sides = run.config.image_format.shape
-    of_step = 2 * count * math.prod(min(side, _TILE) for side in sides) * channels
+    format = run.config.image_format
+    channels = format.channels if format.is_picture else 3  # of a view
+    of_step = 2 * count * math.prod(min(side, _TILE) for side in format.shape[1:]) * channels
     return max(1, -(-steps * of_step // _STEP_BYTES))
 
 
-def _inputs(message: Message) -> tuple[Pixels | None, Pixels | None]:
-    """Return the image and the mask of an edit from PNGs that the server has encoded; None for none."""
-    first = message.head.get("image_bytes", 0)
-    parts = (message.body[:first], message.body[first:])
-    image, mask = (np.asarray(Image.open(io.BytesIO(part), formats=["PNG"])) if part else None for part in parts)
-    return image, mask
+def _pixels(data: bytes) -> Pixels | None:
+    """Return the pixels of a PNG that the server has encoded; None without data."""
+    return np.asarray(Image.open(io.BytesIO(data), formats=["PNG"])) if data else None
+
+
+def _with_pictures(run: Run, given: dict[str, object], inputs: Inputs) -> tuple[Mapping[str, object], Pixels]:
+    """Return requested conditions with the uploaded pictures, and pictures uint8 [K, H, W, 3] of these, in order.
+
+    RequestError if one cannot be decoded, or does not suit its condition.
+    """
+    config = run.config
+    for name, data in inputs.given.items():
+        try:
+            given[name] = open_bytes(data, name)
+        except ImageError as error:
+            raise RequestError(f"{name}: the upload cannot be used: {error}") from None
+    given = dict(read_pictures(config, given, 1))
+    shown = condition_pictures(config, config.conditions.parse(given), [0])
+    return given, np.concatenate([shown[name] for name in inputs.given] or [np.zeros((0, 1, 1, 3), np.uint8)])
 
 
 def find_copies(channel: Channel, job: int, message: Message) -> None:

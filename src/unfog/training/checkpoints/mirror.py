@@ -43,7 +43,7 @@ _BLOCK = 2**20  # bytes that are copied at a time
 
 
 class Copied(NamedTuple):
-    """Result of one pass."""
+    """Result of one pass over the mirror."""
 
     step: int | None
     """Newest checkpoint of the mirror; None if it has none yet."""

@@ -205,7 +205,7 @@ def _build_manifest(snapshot: Snapshot, files: Mapping[str, FileEntry]) -> dict[
 
 
 def _errno_of(text: str) -> int:
-    """Return the errno in "No space left on device (os error 28)", or in "Os { code: 28, …"; 0 if there is none."""
+    """Return the errno in "No space left on device (os error 28)", or in "Os { code: 28, …"; 0 without one."""
     found = re.search(r"(?:os error|code:) (\d+)", text, re.IGNORECASE)
     return int(found[1]) if found else 0
 

@@ -135,7 +135,7 @@ class CapturedStep:
 
 
 def _why_not_captured(computer: GradientComputer, why_at_once: str | None) -> str | None:
-    """Return the work of the host in each step that prevents its capture; None if there is none."""
+    """Return the work of the host in each step that prevents its capture; None if nothing does."""
     settings, state = computer.settings, computer.state
     if state.precision.device.type != "cuda":
         return f"{state.precision.device.type} has none"

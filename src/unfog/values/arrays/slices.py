@@ -24,7 +24,7 @@ class Slices(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Slices:
-        """Parse a text such as "coronal" or "axial+1". RequestError if it is none."""
+        """Parse a text such as "coronal" or "axial+1". RequestError if it is another text."""
         match = _SLICES.fullmatch(text)
         found = cls(match[1], int(match[2] or 0)) if match else None
         if found is None or found.thickness > MOST_CHANNELS:

