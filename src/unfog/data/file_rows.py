@@ -64,7 +64,7 @@ def map_array(file: Path) -> Any:
 
 
 def _reason(said: str) -> str:
-    """Return what is wrong with a .npy file by an error of NumPy, without its advice to unpickle."""
+    """Return the fault of a .npy file by the text of an error of NumPy, without its advice to unpickle."""
     for key, reason in _REASONS.items():
         if key in said:
             return reason

@@ -96,7 +96,7 @@ def _is_cut_off(file: Any) -> bool:
     handle.seek(last.offset + form.tagnosize + tags * form.tagsize)
     following = handle.read(form.offsetsize)
     # 0 ends the chain.
-    return len(following) < form.offsetsize or struct.unpack(form.offsetformat, following)[0] >= handle.size
+    return len(following) < form.offsetsize or int(struct.unpack(form.offsetformat, following)[0]) >= int(handle.size)
 
 
 def _is_picture(path: str) -> bool:
