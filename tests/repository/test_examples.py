@@ -117,7 +117,7 @@ def test_evaluate_folder(photos, tmp_path, monkeypatch, capsys):
 def test_notebook(name, run, tmp_path):
     notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
     for cell in notebook.cells:
-        for old, new in {"STEPS = 800 ": "STEPS = 4 ", 'RUN = "runs/fashion"': f"RUN = {str(run)!r}"}.items():
+        for old, new in {"STEPS = 200 ": "STEPS = 4 ", 'RUN = "runs/fashion"': f"RUN = {str(run)!r}"}.items():
             cell.source = cell.source.replace(old, new)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = [output.data for cell in notebook.cells for output in cell.get("outputs", []) if "data" in output]
