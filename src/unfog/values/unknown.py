@@ -6,7 +6,7 @@ import base64
 import binascii
 import math
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unfog.errors import RequestError
 
@@ -40,6 +40,20 @@ def find_unknown(values: NDArray[Any], filler: float) -> NDArray[np.bool_]:
     with np.errstate(over="ignore"):
         found: NDArray[np.bool_] = values == (values.dtype.type(filler) if values.dtype.kind == "f" else filler)
     return found
+
+
+class UnknownValues(NamedTuple):
+    """What is unknown in the images of a run, and in its samples."""
+
+    filler: float
+    """NaN or the number that stands for unknown values."""
+    in_samples: NDArray[np.bool_] | None = None
+    """bool [C, H, W], True where samples are known; None if they are everywhere."""
+
+    def known(self, values: NDArray[Any]) -> NDArray[np.bool_]:
+        """Return where stored images [N, C, H, W] are known, and samples can be, too: bool, like `values`."""
+        known = ~find_unknown(values, self.filler)
+        return known if self.in_samples is None else known & self.in_samples
 
 
 def neighbour_of(filler: float) -> float:
