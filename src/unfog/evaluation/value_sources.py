@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unfog.values.unknown import UnknownValues, find_unknown
+from unfog.values.unknown import UnknownValues
 
 _VALUES = 2**22  # of images in memory at once
 
@@ -84,7 +84,7 @@ def count_damaged(images: ValueSource, unknown: UnknownValues | None, samples: b
     for part in _parts(images):
         wrong = ~np.isfinite(part)
         if unknown is not None:
-            hidden = find_unknown(part, unknown.filler)
+            hidden = unknown.hidden(part)
             wrong = wrong | hidden if samples else wrong & ~hidden
             if unknown.in_samples is not None:
                 wrong &= unknown.in_samples

@@ -50,9 +50,13 @@ class UnknownValues(NamedTuple):
     in_samples: NDArray[np.bool_] | None = None
     """bool [C, H, W], True where samples are known; None if they are everywhere."""
 
+    def hidden(self, values: NDArray[Any]) -> NDArray[np.bool_]:
+        """Return where stored values are unknown, bool, like `values`: decoded floats have NaN for any filler."""
+        return find_unknown(values, math.nan) | find_unknown(values, self.filler)
+
     def known(self, values: NDArray[Any]) -> NDArray[np.bool_]:
         """Return where stored images [N, C, H, W] are known, and samples can be, too: bool, like `values`."""
-        known = ~find_unknown(values, self.filler)
+        known = ~self.hidden(values)
         return known if self.in_samples is None else known & self.in_samples
 
 
