@@ -3,11 +3,15 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
+from PIL import Image
 
 from unfog.config.schema import Config
 from unfog.data.settings import Data
+from unfog.errors import RequestError
 from unfog.pipeline.condition_pictures import condition_captions, condition_pictures, conditions_sheet
+from unfog.pipeline.given_images import read_pictures
 from unfog.reporting.image_grids import GAP, captioned_groups
 from unfog.values.colour_map import category_colours
 from unfog.values.condition_format import ColumnFacts
@@ -60,6 +64,13 @@ def test_each_kind_of_image_is_shown_as_what_the_network_gets():
 def test_what_is_not_told_is_checkered():
     hidden = condition_pictures(CONFIG, CONFIG.conditions.parse({}), range(2))
     assert {*np.unique(hidden["mask"]).tolist()} == {200, 236}
+
+
+def test_a_picture_is_no_condition_of_four_channels():
+    facts = ColumnFacts("bands", "image", statistics=(4.0, *SHAPE, 0.0, 0.0, 0.0, 0.0, 9.0, 9.0, 9.0, 9.0))
+    config = Config(columns=(facts,), data=Data(size="6x4", channels=3))
+    with pytest.raises(RequestError, match=r"bands = picture .* has 4 channels; give an array \[H, W, 4\]"):
+        read_pictures(config, {"bands": Image.new("RGB", (6, 4))}, 1)
 
 
 def test_labels_have_different_colours_and_colours_their_own():

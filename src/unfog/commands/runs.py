@@ -63,22 +63,22 @@ def prometheus_text(runs: Sequence[RunStatus]) -> str:
 
     What is not recorded is left out. Source: prometheus.io, "Exposition formats", version 0.0.4.
     """
-    rows = [(run.as_json(), f'run="{_label(str(run.path))}"') for run in runs]
+    rows = [(run.as_json(), f'run="{_escaped(str(run.path))}"') for run in runs]
     lines = []
     for key, name, text in _GAUGES:
         lines += [f"# HELP {name} {text}.", f"# TYPE {name} gauge"]
-        for row, labels in rows:
+        for row, named in rows:
             if row[key] is not None:
-                more = f',metric="{_label(row["metric"])}"' if key == "best" else ""
-                lines.append(f"{name}{{{labels}{more}}} {row[key]}")
+                more = f',metric="{_escaped(row["metric"])}"' if key == "best" else ""
+                lines.append(f"{name}{{{named}{more}}} {row[key]}")
     lines += ["# HELP unfog_run_state 1 for the state of the run, else 0.", "# TYPE unfog_run_state gauge"]
-    for row, labels in rows:
-        lines += [f'unfog_run_state{{{labels},state="{state}"}} {int(row["state"] == state)}' for state in _STATES]
+    for row, named in rows:
+        lines += [f'unfog_run_state{{{named},state="{state}"}} {int(row["state"] == state)}' for state in _STATES]
     return "\n".join(lines)
 
 
-def _label(text: str) -> str:
-    """Return a text as the value of a label: one line, with the three characters escaped that end it."""
+def _escaped(text: str) -> str:
+    """Return a text as it stands between quotes there: one line, with the three characters escaped that end it."""
     return text.encode("utf-8", "replace").decode().replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
