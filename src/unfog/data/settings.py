@@ -259,7 +259,7 @@ class Data:
 
     @property
     def unknown_values(self) -> UnknownValues | None:
-        """What is unknown in images and samples; None if all values are known."""
+        """Unknown values of images and of samples; None if all are known."""
         return None if self.filler is None else UnknownValues(self.filler, self.known_in_samples())
 
     @property

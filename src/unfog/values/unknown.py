@@ -43,7 +43,7 @@ def find_unknown(values: NDArray[Any], filler: float) -> NDArray[np.bool_]:
 
 
 class UnknownValues(NamedTuple):
-    """What is unknown in the images of a run, and in its samples."""
+    """Unknown values of the images of a run, and of its samples."""
 
     filler: float
     """NaN or the number that stands for unknown values."""
