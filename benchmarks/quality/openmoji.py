@@ -36,7 +36,7 @@ def picture(font: ImageFont.FreeTypeFont, text: str) -> Image.Image | None:
     """Draw a text in the middle of a transparent picture; None if the font draws nothing."""
     image = Image.new("RGBA", (SIDE, SIDE), (255, 255, 255, 0))
     ImageDraw.Draw(image).text((SIDE / 2, SIDE / 2), text, font=font, embedded_color=True, anchor="mm")
-    return image if image.getchannel("A").getextrema()[1] > 128 else None
+    return image if np.asarray(image)[..., 3].max() > 128 else None
 
 
 def nearest_colour(pixels: NDArray[Any]) -> NDArray[np.int64]:

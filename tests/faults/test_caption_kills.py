@@ -5,12 +5,10 @@ import pytest
 from PIL import Image
 
 from faults.harness import (
-    Job,
     Recipe,
     assert_same,
     long_form,
     lost_steps,
-    made_once,
     resume,
     step_reached,
     steps_saved,
@@ -47,13 +45,6 @@ def encoder(folder):
     return save_encoder(folder)
 
 
-def autoencoder(folder, images):
-    """The run of an autoencoder of three steps."""
-    words = {"--size": 16, "--steps": 3, "--batch": 4, "--device": "cpu", "--precision": "fp32", "--channels": "8,16"}
-    Job("train-autoencoder", images, "--out", folder, *(word for pair in words.items() for word in pair)).ends()
-    return folder
-
-
 def recipe(way, folder) -> Recipe:
     """A run of 16 steps in micro-batches of 3, which reads its captions in some way."""
     flags: dict[str, object] = {"--condition": "text", "--size": 8}
@@ -67,10 +58,6 @@ def recipe(way, folder) -> Recipe:
         flags |= {"--text-encoder.pretrained": encoder(folder / "encoder"), "--text-encoder.layers": 1}
     elif way == "bf16":
         flags |= {"--precision": "bf16"}
-    elif way == "latents":
-        flags |= {"--autoencoder": autoencoder(folder / "autoencoder", source), "--size": 16}
-    elif way == "compiled":
-        flags |= {"--compile": True, "--microbatch": 4}
     return Recipe(f"captions-{way}", STEPS, EVERY, flags, str(source))
 
 
@@ -80,7 +67,7 @@ def recipe(way, folder) -> Recipe:
         ("own", "SIGKILL"),
         ("pretrained", "SIGKILL"),
         pytest.param("own", "SIGINT", marks=long_form),
-        *(pytest.param(way, "SIGKILL", marks=long_form) for way in ("bf16", "aspect", "latents", "compiled")),
+        *(pytest.param(way, "SIGKILL", marks=long_form) for way in ("bf16", "aspect")),
     ],
 )
 def test_a_run_with_captions_goes_on_to_the_bit(tmp_path, faults, monkeypatch, way, end):

@@ -60,10 +60,10 @@ def test_grey_and_colour_become_each_other(channels, picture, values):
         (3, RED[..., :2], "2 channels; give 1"),
         (3, np.zeros((1, 8, 8, 5), np.uint8), "5 channels; give 1"),
         (3, np.zeros((8, 8, 2)), "2 channels; give 1"),
-        (2, RED, "3 channels, and the condition 2; give an array of 2"),
+        (2, RED, "3 channels, and the condition 2; give an array .H, W, 2"),
         (2, Image.fromarray(RED), "3 channels, and the condition 2"),
-        (2, Image.new("LA", (8, 8)), "give an array of 2"),
-        (4, Image.new("RGBA", (8, 8)), "give an array of 4"),
+        (2, Image.new("LA", (8, 8)), "give an array .H, W, 2"),
+        (4, Image.new("RGBA", (8, 8)), "give an array .H, W, 4"),
         (4, np.zeros((8, 8), np.float32), "1 channels, and the condition 4"),
     ],
 )

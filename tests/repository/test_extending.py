@@ -22,7 +22,7 @@ import pytest
 
 @pytest.fixture
 def settings():
-    few = {"preview": {"every": -1, "images": 1}, "evaluate": {"every": -1}, "sampler": {"steps": 2}}
+    few = {"preview": {"every": -1, "images": 1}, "evaluate": {"every": -1}}  # some pages set the sampler themselves
     return {"size": 16, "network": "tiny", "steps": 1, "batch": 4, "device": "cpu"} | few
 """
 

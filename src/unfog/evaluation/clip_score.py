@@ -39,16 +39,17 @@ def clip_score(facts: ColumnFacts, samples: Captioned, real: Captioned) -> Condi
     """
     if len(samples.captions) < FEWEST:
         return None
-    own, other = _interval(samples), (None, None, None)
-    if len(real.captions) >= FEWEST:
-        other = _interval(real)
+    own, other = _interval(samples), (_interval(real) if len(real.captions) >= FEWEST else None)
+    real_value, real_low, real_high = other or (None, None, None)
     found = ConditionScore(
         facts.name,
         facts.kind,
         CLIP_SCORE,
         *own,
         len(samples.captions),
-        *other,
+        real_value,
+        real_low,
+        real_high,
         len(real.captions),
         _with_other_captions(samples, own[0]),
     )
@@ -61,7 +62,7 @@ def _interval(pairs: Captioned) -> tuple[float, float, float]:
 
 
 def _with_other_captions(pairs: Captioned, own: float) -> float:
-    """Return the mean cosine over all pairs of an image and another caption; `own` if there is none."""
+    """Return the mean cosine over all pairs of an image and another caption; `own` if all captions are equal."""
     _, group = np.unique(np.asarray(pairs.captions), return_inverse=True)
     member = torch.nn.functional.one_hot(torch.from_numpy(group)).double()
     # The sum over all pairs of images and texts is the product of their sums; less those of equal captions.

@@ -2,8 +2,8 @@
 
 In a file with `given_values`, whose `read` it adds these kinds to, and with a `to_model` of value maps. A description
 of such a condition has in `statistics` its channels, height and width; behind them the factor of "degrade", or the
-least and the largest value of each channel of "image". Of what is made of an image it has `values`, the map of its
-values, and `shares`, those of its channels in the brightness.
+least and the largest value of each channel of "image". `mode` is that of Pillow for its pictures, or "". Of what is
+made of an image it has `values`, the map of its values, and `shares`, those of its channels in the brightness.
 """
 
 import numpy as np
@@ -38,7 +38,7 @@ def _array(one, image, mode):
         from PIL import ImageOps
 
         image = ImageOps.exif_transpose(image)
-        if mode in ("L", "RGB") and (image.has_transparency_data or "A" in image.getbands()):
+        if mode and mode == one["mode"] and (image.has_transparency_data or "A" in image.getbands()):
             raise ValueError(f"{one['name']} is a picture with transparency; lay it on a background first")
         image = image.convert(mode) if mode else image
     array = np.asarray(image)
@@ -62,22 +62,14 @@ def _bytes(one, array):
     return np.rint(array * 255).astype(np.uint8)
 
 
-def _is_picture(one):
-    return one["values"]["dtype"] == "uint8" and not one["values"]["maps"] and len(one["shares"]) in (1, 3)
-
-
 def _clean(one, array, channels):
     """Return an image [H, W, C] in the units of the model, [C, H, W]. A picture without colours may have 1 channel."""
-    if array.shape[2] == 1 and _is_picture(one):
+    if array.shape[2] == 1 and one["mode"]:
         array = np.repeat(array, channels, 2)
     if array.shape[2] != channels:
         raise ValueError(f"{one['name']} has {array.shape[2]} channels, and the images of this model {channels}")
-    array = _bytes(one, array) if _is_picture(one) else array
+    array = _bytes(one, array) if one["mode"] else array
     return np.asarray(to_model(one["values"], np.ascontiguousarray(array.transpose(2, 0, 1))), np.float32)
-
-
-def _mode(one, channels, alpha=""):
-    return ("L" if channels == 1 else "RGB") + alpha if _is_picture(one) else ""
 
 
 def _sides(one):
@@ -87,8 +79,8 @@ def _sides(one):
 
 def _unless_unknown(read):
     def read_or_hide(one, image):
-        channels, sides = _sides(one)
-        return np.full((channels, *sides), np.nan, np.float32) if image is None else read(one, image)
+        shape = tuple(map(int, one["statistics"][:3]))
+        return np.full(shape, np.nan, np.float32) if image is None else read(one, image)
 
     return read_or_hide
 
@@ -117,7 +109,7 @@ def _second(one, image):
     channels, sides = _sides(one)
     low, high = one["statistics"][3 : 3 + channels], one["statistics"][3 + channels :]
     are_bytes = set(low) == {0} and set(high) == {255}
-    array = _array(one, image, ("L" if channels == 1 else "RGB") if are_bytes and channels in (1, 3) else "")
+    array = _array(one, image, one["mode"])
     _check_sides(one, array, sides)
     array = _bytes(one, array) if are_bytes else array
     array = np.repeat(array, channels, 2) if are_bytes and array.shape[2] == 1 else array
@@ -130,7 +122,7 @@ def _degraded(one, image):
     """Return a small image enlarged to the size of the model's images, and a large one made smaller before."""
     channels, (height, width) = _sides(one)
     factor = int(one["statistics"][3])
-    array = _array(one, image, _mode(one, channels))
+    array = _array(one, image, one["mode"])
     _check_sides(one, array, (height // factor, width // factor), (height, width))
     x = _clean(one, array, channels)
     if array.shape[0] == height:
@@ -157,7 +149,7 @@ def _bicubic(small, large):
 def _grey(one, image):
     """Return the brightness of an image, [1, H, W]."""
     shares = np.array(one["shares"], np.float32)[:, None, None]
-    array = _array(one, image, _mode(one, len(shares)))
+    array = _array(one, image, one["mode"])
     _check_sides(one, array, _sides(one)[1])
     return (shares * _clean(one, array, len(shares))).sum(0, keepdims=True)
 
@@ -165,7 +157,7 @@ def _grey(one, image):
 def _holed(one, image):
     """Return an image with NaN where it is transparent, NaN in an array, or 0 in a last channel."""
     channels, sides = _sides(one)
-    array = _array(one, image, _mode(one, channels, "A"))
+    array = _array(one, image, one["mode"] and one["mode"] + "A")
     _check_sides(one, array, sides)
     missing = ~np.isfinite(array).all(2)
     if array.shape[2] == channels + 1:

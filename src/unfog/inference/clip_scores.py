@@ -26,7 +26,7 @@ from unfog.values.tokenizer import tokenizer_of
 def open_clip(config: Config, folder: str, device: torch.device) -> ImageTextModel:
     """Load the model in `folder`, or else the text encoder of the run.
 
-    RequestError if a run has no captions, its images are no pictures, or the folder has no encoder of images.
+    RequestError if a run has no captions, its images are not pictures, or the folder lacks an encoder of images.
     """
     if config.conditions.text is None:
         raise RequestError("clip is of runs with captions, and this one has none; leave it out")
@@ -56,7 +56,7 @@ def measure_clip(
         true = _captioned(model, facts, in_parts(taken.pixels), taken.columns[facts.name].values, progress)
     score = clip_score(facts, drawn, true)
     said = f"CLIP score: cosine by {sanitize(model.name)} (sha256 {model.digest[:8]}); real images: "
-    return [score] * (score is not None), said + plural(len(true.captions), what)
+    return [] if score is None else [score], said + plural(len(true.captions), what)
 
 
 def _captioned(

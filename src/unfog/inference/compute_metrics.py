@@ -97,7 +97,7 @@ def compute_metrics(
                     obeys, judge = _judge_samples(run.config, setup, mixed)
             if setup.clip is not None:
                 scores, how = measure_clip(
-                    run.config, setup.dataset, mixed, _asked_of(run.config, setup, mixed), setup.clip
+                    run.config, setup.dataset, mixed, _columns_of_samples(run.config, setup, mixed), setup.clip
                 )
                 obeys, judge = [*obeys, *scores], "; ".join(filter(None, (judge, how)))
         if len(samples.parts) > 1:
@@ -131,10 +131,12 @@ def _judge_samples(
 ) -> tuple[list[ConditionScore], str]:
     """Return the scores of the conditions of samples, and the description of their judge."""
     judge = ConditionJudge.open(config, setup.dataset)
-    return judge.score(in_parts(samples), _asked_of(config, setup, samples)), judge.description
+    return judge.score(in_parts(samples), _columns_of_samples(config, setup, samples)), judge.description
 
 
-def _asked_of(config: Config, setup: EvaluationSetup, samples: GeneratedSamples | MixedSamples) -> dict[str, Column]:
+def _columns_of_samples(
+    config: Config, setup: EvaluationSetup, samples: GeneratedSamples | MixedSamples
+) -> dict[str, Column]:
     """Return the columns that samples were drawn with, in their order."""
     format, parts = config.conditions, [(one.generation.given, one.generation.count) for one in setup.parts]
     given = [format.columns_of(own, range(count)) for own, count in parts]

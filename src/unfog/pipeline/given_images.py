@@ -33,7 +33,6 @@ from unfog.values.kinds.made_conditions import enlarged, made_of
 
 _Found = Image.Image | DeepImage | NDArray[Any]
 _OPAQUE = 128  # of 255
-_PICTURES = (1, 3)  # channels of what Pillow holds
 
 
 class _Given(NamedTuple):
@@ -166,10 +165,6 @@ def _mask(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.float
 
 def _second(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.float32]:
     channels, height, width = IMAGE_KINDS[facts.kind].shape(facts)
-    if channels not in CHANNELS and isinstance(given.read(), Image.Image):
-        raise ImageError(
-            f"it is a picture, and the condition has {channels} channels; give an array [H, W, {channels}]"
-        )
     ends = facts.statistics[3:]
     bytes_ = ends[:channels] == (0.0,) * channels and ends[channels:] == (255.0,) * channels
     usual = STORED["float32"]
@@ -189,9 +184,9 @@ def _reader(given: _Given, channels: int) -> Callable[[], _Found]:
     def read() -> _Found:
         found = given.read()
         count = _channels_of(found)
-        if channels not in _PICTURES and (isinstance(found, Image.Image) or count != channels):
-            raise ImageError(f"it has {count} channels, and the condition {channels}; give an array of {channels}")
-        if not isinstance(found, np.ndarray) or channels not in _PICTURES:
+        if channels not in CHANNELS and (isinstance(found, Image.Image) or count != channels):
+            raise ImageError(f"it has {count} channels, and the condition {channels}; give an array [H, W, {channels}]")
+        if not isinstance(found, np.ndarray) or channels not in CHANNELS:
             return found
         if count not in (1, 3, 4):
             raise ImageError(f"it has {count} channels; give 1 (grey), 3 (colour) or 4 (and how opaque)")

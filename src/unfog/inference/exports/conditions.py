@@ -22,7 +22,7 @@ from unfog.pipeline.given_images import read_pictures
 from unfog.text import sanitize
 from unfog.values.condition_format import TEXT, Given
 from unfog.values.condition_kinds import ColumnFacts, kind_of
-from unfog.values.image_format import CHANNELS, luma_weights
+from unfog.values.image_format import CHANNELS, luma_weights, pillow_mode
 from unfog.values.kinds.image_kinds import IMAGE_KINDS, MADE, image_columns
 from unfog.values.tokenizer import BYTES, tokenizer_of
 
@@ -91,7 +91,8 @@ def reading_modules(config: Config, values: str = "unfog.export.values_numpy") -
 def describe_columns(config: Config) -> list[dict[str, Any]]:
     """Return a description of each column for JSON: its facts, `inputs` of its layer, and `input`, its ONNX name.
 
-    What is made of an image has the map of its values too, and `shares` of its channels in the brightness.
+    An image has the `mode` of Pillow for its pictures too; "" for values. What is made of an image has the
+    map of its values, and `shares` of its channels in the brightness.
     """
     described, format = [], config.image_format
     of_image = {"values": asdict(format.values), "shares": list(luma_weights(format.channels))}
@@ -100,6 +101,8 @@ def describe_columns(config: Config) -> list[dict[str, Any]]:
         while name in _INPUTS or (name != one.name and name in {each.name for each in config.columns}):
             name += "_"
         more = of_image if one.kind in MADE else {}
+        if one.kind in IMAGE_KINDS:
+            more = {**more, "mode": _mode(config, one)}
         described.append({**asdict(one), "inputs": one.inputs, "input": name, **more})
     return described
 
@@ -199,13 +202,19 @@ def _of_bytes(one: ColumnFacts) -> bool:
     return {*one.statistics[3 : 3 + int(one.statistics[0])]} == {0.0} and {*one.statistics[3:]} == {0.0, 255.0}
 
 
+def _mode(config: Config, one: ColumnFacts) -> str:
+    """Return the mode of Pillow for the pictures that a condition is read from; "" if they are values, or a mask."""
+    if one.kind in MADE:
+        return pillow_mode(config.image_format.channels) if config.image_format.is_picture else ""
+    channels = int(one.statistics[0])
+    return pillow_mode(channels) if one.kind == "image" and _of_bytes(one) and channels in CHANNELS else ""
+
+
 def _word_in_code(config: Config, one: ColumnFacts) -> str:
     """Return Python for a value of a column on a card: of an image the code that reads it from a file."""
     if one.kind in IMAGE_KINDS:
         file = json.dumps(sanitize(one.name).replace("/", "_").replace("\\", "_"), ensure_ascii=False)[1:-1]
-        channels = config.image_format.channels if one.kind in MADE else int(one.statistics[0])
-        picture = one.kind == "mask" or (_of_bytes(one) if one.kind == "image" else config.image_format.is_picture)
-        as_file = picture and channels in CHANNELS
+        as_file = one.kind == "mask" or _mode(config, one)
         return f'Image.open("{file}.png")' if as_file else f'np.load("{file}.npy")'
     word = _word(config, one)
     # A list is of several images, so a vector is a list in a list.

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -53,9 +53,11 @@ class ImageTextModel:
         """sha256 of its files."""
         self.name = folder.path.name
         model, self._tokenizer = folder.load(_CLASSES[self._kind])
-        self._model: Any = model.to(device)
+        # Whose types transformers alone knows.
+        self._model: Any = cast(Any, model.to(device))
         self._device = device
-        self._side = int(self._model.config.vision_config.image_size)
+        sizes = cast(Any, model).config
+        self._side, self._length = sizes.vision_config.image_size, sizes.text_config.max_position_embeddings
         if not 1 <= self._side <= _LARGEST_SIDE:
             raise folder.refused(f"its images are of {self._side} pixels, and we read up to {_LARGEST_SIDE}")
         self._mean, self._deviation, self._crops = self._preprocessing(folder)
@@ -86,7 +88,7 @@ class ImageTextModel:
 
     def _images(self, pixels: Tensor) -> Iterator[Tensor]:
         mean, deviation = (to_device(each, self._device) for each in (self._mean, self._deviation))
-        for part in pixels.split(_AT_ONCE):
+        for part in torch.split(pixels, _AT_ONCE):
             x = to_device(part, self._device).float().expand(-1, 3, -1, -1)
             x = (self._fitted(x) / 255 - mean) / deviation
             yield _unit(self._model.get_image_features(pixel_values=x))
@@ -106,12 +108,12 @@ class ImageTextModel:
     @torch.inference_mode()
     def texts(self, texts: Sequence[str]) -> Tensor:
         """Return the vectors of texts, float32 [N, D] of length 1. A text longer than the model reads is cut."""
-        found, length = list[Tensor](), int(self._model.config.text_config.max_position_embeddings)
+        found = list[Tensor]()
         # SigLIP was trained on texts that all have the same length, and without a mask.
         padded = self._kind == "siglip"
         for first in range(0, len(texts), _AT_ONCE):
             how = {"padding": "max_length" if padded else True, "truncation": True, "return_tensors": "pt"}
-            inputs = self._tokenizer(list(texts[first : first + _AT_ONCE]), max_length=length, **how)
+            inputs = self._tokenizer(list(texts[first : first + _AT_ONCE]), max_length=self._length, **how)
             given = {} if padded else {"attention_mask": inputs["attention_mask"].to(self._device)}
             found.append(_unit(self._model.get_text_features(input_ids=inputs["input_ids"].to(self._device), **given)))
         return torch.cat(found)

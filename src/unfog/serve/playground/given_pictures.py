@@ -26,7 +26,7 @@ _MOST_PICTURES = 8  # conditions of a drawing that are images
 
 
 def picture_column(conditions: ConditionFormat, name: object) -> ColumnFacts:
-    """Return the condition of this name. RequestError for any other name."""
+    """Return the condition of this name. RequestError if it is missing, or not an image."""
     known = {one.name: one for one in image_columns(conditions.columns)}
     if not isinstance(name, str) or name not in known:
         have = f"give one of {', '.join(known)}" if known else "this run has none"
