@@ -29,7 +29,10 @@ class Picture extends View {
 	static properties = ["data", "run", "size", "condition", "value", "sheets", "jobs", "failed"];
 
 	choose(value) {
-		if (!value) Object.assign(this, {turn: (this.turn || 0) + 1}).querySelector("input[type=file]").value = "";
+		if (!value) {
+			this.turn = (this.turn || 0) + 1; // a file that is on its way comes too late
+			this.querySelector("input[type=file]").value = "";
+		}
 		this.dispatchEvent(new CustomEvent("chosen", {detail: value}));
 	}
 
