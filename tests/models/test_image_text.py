@@ -120,8 +120,9 @@ def test_folders_with_half_a_model_are_refused(tmp_path, clip):
         (folder / "config.json").write_text(json.dumps(config | changes))
         refused(folder, words)
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "preprocessor_config.json").write_text('{"image_std": [0, 1, 1]}')
-    refused(folder, "image_mean and image_std")
+    for wrong in ("[0, 1, 1]", "[NaN, 1, 1]", f"[1{'0' * 400}, 1, 1]"):
+        (folder / "preprocessor_config.json").write_text(f'{{"image_std": {wrong}}}')
+        refused(folder, "image_mean and image_std")
     (folder / "preprocessor_config.json").write_text("[" * 10_000)
     refused(folder, "preprocessor_config.json cannot be read")
 
