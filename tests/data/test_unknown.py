@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from unfog.data.sources.registry import open_source
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import Cosine
 from unfog.errors import RequestError
+from unfog.evaluation.value_metrics import VALUE_METRICS
+from unfog.inference.evaluation_files import Evaluation
 from unfog.models.settings import DdpmPytorch
 from unfog.pipeline.pack import pack
 from unfog.process.run_folder import RunFolder
@@ -213,6 +216,10 @@ def test_a_run_refuses_networks_without_the_input_and_learned_variances():
         check_request(Config(source="fashion", data=data, diffusion=diffusion))
 
 
+def flat(found: Evaluation) -> list[tuple[str, float | None, float | None]]:
+    return [(one.metric, one.value, one.real_high) for one in found.measured]
+
+
 def weights(run: Path) -> dict[str, np.ndarray]:
     return load_file(next((run / "checkpoints").glob("*2/model.safetensors")))
 
@@ -224,7 +231,7 @@ def test_runs_do_not_depend_on_the_filler_and_samples_keep_the_fixed_mask(tmp_pa
             saved(tmp_path, with_filler(filler), f"{i}.npy"),
             out=tmp_path / f"run{i}",
             data={"unknown": f"{filler:g}"},
-            **TINY,
+            **TINY | {"evaluate": {"every": 2, "metrics": [*VALUE_METRICS], "samples": 10, "metrics_every": 2}},
         )
         for i, filler in enumerate((math.nan, 1e20))
     ]
@@ -237,13 +244,19 @@ def test_runs_do_not_depend_on_the_filler_and_samples_keep_the_fixed_mask(tmp_pa
         hidden = np.isnan(samples) if math.isnan(filler) else samples == np.float32(filler)
         assert np.array_equal(hidden, np.broadcast_to(fixed, samples.shape))
         assert np.isfinite(samples[~hidden]).all()
+    # Nothing takes holes of samples for damage, and the filler changes no metric.
+    logged = [json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1]) for run in runs]
+    assert all(logged[0][name] == logged[1][name] > 0 for name in VALUE_METRICS)
+    found = [run.evaluate(VALUE_METRICS, n=12, steps=2) for run in runs]
+    assert flat(found[0]) == flat(found[1])
+    assert all(one.value is not None and one.real_high is not None for one in found[0].measured)
+    with pytest.raises(RequestError, match="compare pictures"):
+        runs[0].evaluate("kid", n=12)
+    findings = {one.code: one for one in check_run(RunFolder(runs[0].path), "cpu", samples=12)}
+    assert "halves of as many training images" in findings["run.spectrum"].evidence
     again = unfog.resume(tmp_path / "run0", steps=3)
     assert again.config.data.unknown_mask == runs[0].config.data.unknown_mask
     with pytest.raises(RequestError, match=r"data\.unknown"):
         unfog.resume(tmp_path / "run1", steps=3, data={"unknown": "nan"})
     with pytest.raises(RequestError, match="pictures"):  # other formats have these pixels: test_export_conditions
         runs[0].export(tmp_path / "diffusers", format="diffusers")
-    # The doctor does not take holes of samples for damage.
-    findings = check_run(RunFolder(runs[0].path), "cpu", samples=12)
-    assert not [one for one in findings if one.code in ("run.spectrum", "run.histogram", "run.correlation")]
-    assert "pixels of the training images are unknown" in str([one for one in findings if one.code == "run.skipped"])

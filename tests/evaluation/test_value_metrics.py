@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from unfog.evaluation import value_metrics
+from unfog.evaluation import value_sources
 from unfog.evaluation.value_metrics import VALUE_METRICS, RealImages, channel_spectra, power_of_coefficients
 
 RNG = np.random.default_rng(0)
@@ -152,7 +152,7 @@ def test_a_constant_or_an_only_channel_and_values_that_are_not_finite_have_resul
 def test_results_do_not_depend_on_how_much_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     real, samples = fields(40, 10), fields(20, 11)
     whole = measured(real, samples)
-    monkeypatch.setattr(value_metrics, "_VALUES", 3 * SIDE**2 * 7)
+    monkeypatch.setattr(value_sources, "_VALUES", 3 * SIDE**2 * 7)
     for name, values in measured(real, samples).items():
         assert values == pytest.approx(whole[name], rel=1e-9, abs=1e-12)
 

@@ -26,7 +26,7 @@ from unfog.values.image_format import (
     StoredValues,
     parse_size,
 )
-from unfog.values.unknown import NONE, filler_of, mask_from_text
+from unfog.values.unknown import NONE, UnknownValues, filler_of, mask_from_text
 from unfog.values.value_maps import maps_of, parse_maps
 
 if TYPE_CHECKING:
@@ -256,6 +256,11 @@ class Data:
     def known_in_samples(self) -> NDArray[np.bool_] | None:
         """Return which values [C, H, W] of samples are known; None if all are. RequestError for another size."""
         return None if not self.unknown_mask else ~mask_from_text(self.unknown_mask, self.image_format.shape)
+
+    @property
+    def unknown_values(self) -> UnknownValues | None:
+        """Unknown values of images and of samples; None if all are known."""
+        return None if self.filler is None else UnknownValues(self.filler, self.known_in_samples())
 
     @property
     def image_format(self) -> ImageFormat:

@@ -2,45 +2,49 @@
 
 Each is compared with real images at the same number: random halves of twice as many real images show how far apart two
 sets of real images are. Values are those of the source, in its units, so that any channels and types compare.
+
+Unknown values are left out. A sample has the mask of a real image, of the other half than those that it is compared
+with, so that samples differ from real images as two halves do. The power of an image is that of its known values
+without their mean, and 0 elsewhere, over its degrees of freedom: the pseudo-spectrum (Hivon et al. 2002, MASTER), which
+is not corrected for its mask, as both sides have such masks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from unfog.evaluation.metrics import MetricResult
 from unfog.evaluation.pixel_metrics import dct
+from unfog.evaluation.value_sources import (
+    KnownValues,
+    SpreadImages,
+    ValueSource,
+    center_and_scale,
+    count_damaged,
+    float_parts,
+)
 from unfog.values.image_format import channel_names
+from unfog.values.unknown import UnknownValues
 
 VALUE_METRICS = ("spectrum", "histogram", "correlation")
 DRAWS = 20
 """Random halves of the real images. A new set of real images exceeds all of them about once in 21 times."""
-_VALUES = 2**22  # of images in memory at once
 _SAMPLED = 2**20  # values of a set whose histograms are compared, at most, in all channels
 _BINS = 64  # of the curves of histograms
 _TAIL = 0.001  # share of the values on either side that the curves of histograms leave out
 _FLOOR = 1e-9  # power, over that of the channel, that counts as none
+_NONE = 1e-30  # in place of 0 where it divides 0
 _CONSTANT = 1e-6  # deviation, over that of the channel, that counts as none
 _SPECTRUM = "mean over octaves of |ln(power / real power)|: 0.1 is about 10%"
 _HISTOGRAM = "Wasserstein-1 distance in standard deviations of the real channel"
 _UNITS = "Wasserstein-1 distance in the units of the source"
 _CORRELATION = "largest difference of all pairs"
-
-
-class ValueSource(Protocol):
-    """Images [N, C, H, W] of any type by slices."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, key: slice, /) -> NDArray[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ def channel_spectra(images: ValueSource, wrap: str = "") -> tuple[Tensor, Tensor
     """Return (frequency [R] over Nyquist's, mean power of a coefficient in rings, float64 [C, R]), in squared units."""
     height, width = images[0:1].shape[2:]
     rings, total = _Rings.of(height, width, wrap), torch.zeros(())
-    for part in _parts(images):
+    for part in float_parts(images):
         total = total + rings.mean(power_of_coefficients(torch.from_numpy(part), wrap)).sum(0)
     return rings.frequency, total / len(images)
 
@@ -126,20 +130,26 @@ class _Moments(NamedTuple):
 
     power: Tensor
     """float64 [G, C, R], by ring."""
+    freedom: Tensor
+    """float64 [G, C], degrees of freedom of `power` over those without unknown values."""
     mean: Tensor
-    """float64 [G, C]."""
+    """float64 [G, C, C], of the first channel over the pixels that are known in both."""
+    square: Tensor
+    """float64 [G, C, C], mean square, as `mean`."""
     second: Tensor
-    """float64 [G, C, C], mean products of two channels."""
+    """float64 [G, C, C], mean products of two channels, over the pixels that are known in both."""
 
     @property
     def correlation(self) -> Tensor:
-        """Correlation of channels over all pixels, float64 [G, C, C]; 0 for a channel that is constant."""
-        covariance = self.second - self.mean[:, :, None] * self.mean[:, None]
-        deviation = covariance.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
-        product = deviation[:, :, None] * deviation[:, None]
+        """Correlation of channels over all pixels that are known in both, float64 [G, C, C].
+
+        0 for a channel that is constant, and for two that are never known together.
+        """
+        covariance = self.second - self.mean * self.mean.mT
+        deviation = (self.square - self.mean.square()).clamp(min=0).sqrt()
         constant = deviation < _CONSTANT
-        covariance = covariance.masked_fill(constant[:, :, None] | constant[:, None], 0)
-        return covariance / product.clamp(min=_CONSTANT**2)
+        covariance = covariance.masked_fill(constant | constant.mT, 0)
+        return covariance / (deviation * deviation.mT).clamp(min=_CONSTANT**2)
 
 
 class _Differences(NamedTuple):
@@ -161,20 +171,39 @@ class RealImages:
             all.
         halves: whether to compare halves with each other.
         wrap: axes along which images continue at their other side: "", "x", "y" or "xy".
+        unknown: what is unknown in images and samples; None if nothing is.
     """
 
-    def __init__(self, images: ValueSource, halves: bool = True, wrap: str = ""):
+    def __init__(self, images: ValueSource, halves: bool = True, wrap: str = "", unknown: UnknownValues | None = None):
         self.count, self._wrap = len(images) // 2 if halves else len(images), wrap
         first = images[0:1]
         self.shape, self._whole = first.shape[1:], first.dtype.kind in "ui"
-        self.damaged = _count_damaged(images)
-        if self.damaged:
+        self._unknown = unknown
+        # Of the half that samples are not compared with, if there are halves.
+        self._masks = SpreadImages(images, self.count, *((1, 2) if halves else (0, 1)))
+        self._refused = ""
+        if damaged := count_damaged(images, unknown, samples=False):
+            self._refused = f"{damaged:,} of the real images have NaN or infinity in them"
             return
+        images = images if unknown is None else KnownValues(images, unknown)
         self._rings = _Rings.of(self.shape[1], self.shape[2], wrap)
-        self._center, self._scale = _center_and_scale(images)
+        self._center, self._scale = center_and_scale(images)
         self._groups = _groups(len(images), halves)
         self._moments = self._compute_moments(images, self._groups)
         self._values = self._sample(images)
+        self._refused = self._too_few_known()
+
+    def _too_few_known(self) -> str:
+        """Return why sets cannot be compared: a channel that a group, or the masks of samples, hide; else ""."""
+        if self._unknown is None:
+            return ""
+        masks = self._groups[:1].roll(1, 1)
+        counts = (~self._values.isnan()).sum(2).double()
+        known = torch.cat([self._groups, masks]) @ counts.T > 0
+        known[:-1] &= self._moments.freedom > 0
+        dark = (~known.all(0)).nonzero().flatten().tolist()
+        names = channel_names(self.shape[0])
+        return f"{names[dark[0]]} has too few known values in a half of the real images" if dark else ""
 
     @cached_property
     def halves(self) -> _Differences | None:
@@ -190,12 +219,9 @@ class RealImages:
 
         `samples` [M, C, H, W] are of the shape of the real images; the first `count` of them are compared.
         """
-        samples = _First(samples, self.count)
-        damaged = _count_damaged(samples)
-        if self.damaged or damaged:
-            which = f"{damaged:,} of the samples" if damaged else f"{self.damaged:,} of the real images"
-            note = f"{which} have NaN or infinity in them"
-            return {name: [self._result(name, None, None, "values", note)] for name in names}
+        samples, refused = self._as_compared(samples)
+        if refused:
+            return {name: [self._result(name, None, None, "values", refused)] for name in names}
         whole = _groups(len(samples), halves=False)
         drawn, values = self._compute_moments(samples, whole), self._sample(samples)
         # Weights of the samples are positive, and those of the real images that they are compared with negative.
@@ -207,35 +233,55 @@ class RealImages:
 
     def curves(self, names: Sequence[str], samples: ValueSource) -> list[Curve]:
         """Return spectra and histograms of each channel, if they are among `names`; arguments as `compare`."""
-        samples, curves = _First(samples, self.count), list[Curve]()
-        if self.damaged or _count_damaged(samples):
+        samples, refused = self._as_compared(samples)
+        curves = list[Curve]()
+        if refused:
             return curves
         if "spectrum" in names:
             curves += self._spectra(self._compute_moments(samples, _groups(len(samples), halves=False)))
         return curves + (self._histograms(self._sample(samples)) if "histogram" in names else [])
 
+    def _as_compared(self, samples: ValueSource) -> tuple[ValueSource, str]:
+        """Return the samples that are compared, with the masks of real images, and why they cannot be, or ""."""
+        samples = SpreadImages(samples, self.count)
+        if damaged := count_damaged(samples, self._unknown, samples=True):
+            return samples, f"{damaged:,} of the samples have NaN or infinity in them"
+        if self._unknown is not None:
+            samples = KnownValues(samples, self._unknown, self._masks)
+        return samples, self._refused
+
     def _compute_moments(self, images: ValueSource, groups: Tensor) -> _Moments:
-        channels, rings = self.shape[0], len(self._rings.counts)
-        power = torch.zeros(len(groups), channels * rings, dtype=torch.float64)
-        mean = torch.zeros(len(groups), channels, dtype=torch.float64)
-        second = torch.zeros(len(groups), channels**2, dtype=torch.float64)
+        channels, pixels = self.shape[0], self.shape[1] * self.shape[2]
+        power, freedom, share, mean, square, second = (
+            torch.zeros(len(groups), count, dtype=torch.float64)
+            for count in (channels * len(self._rings.counts), channels, *[channels**2] * 4)
+        )
         done = 0
-        for part in _parts(images):
+        for part in float_parts(images):
             x = (torch.from_numpy(part) - self._center[:, None, None]) / self._scale[:, None, None]
-            weights, flat = groups[:, done : done + len(x)], x.flatten(2)
-            power += weights @ self._rings.mean(power_of_coefficients(x, self._wrap)).flatten(1)
-            mean += weights @ flat.mean(2)
-            second += weights @ (flat @ flat.transpose(1, 2) / flat.shape[2]).flatten(1)
+            known = ~x.isnan()
+            x = x.where(known, 0.0)
+            weights = groups[:, done : done + len(x)]
+            centred, degrees = _centred(x, known)
+            power += weights @ self._rings.mean(power_of_coefficients(centred, self._wrap)).flatten(1)
+            freedom += weights @ degrees
+            flat, mask = x.flatten(2), known.flatten(2).double()
+            products = (share, mask, mask), (mean, flat, mask), (square, flat.square(), mask), (second, flat, flat)
+            for total, one, other in products:
+                total += weights @ (one @ other.mT / pixels).flatten(1)
             done += len(x)
-        return _Moments(power.view(len(groups), channels, rings), mean, second.view(len(groups), channels, channels))
+        # What has no known values has sums of 0.
+        power = power.view(len(groups), channels, -1) / freedom.clamp(min=_NONE)[..., None]
+        of_pairs = (total / share.clamp(min=_NONE) for total in (mean, square, second))
+        return _Moments(power, freedom, *(total.view(len(groups), channels, channels) for total in of_pairs))
 
     def _sample(self, images: ValueSource) -> Tensor:
-        """Return some values of each image, at places that are spread over it, float64 [C, N, K]."""
+        """Return some values of each image, at places that are spread over it, float64 [C, N, K]; NaN is unknown."""
         channels, pixels = self.shape[0], self.shape[1] * self.shape[2]
         each = max(1, min(pixels, _SAMPLED // (channels * 2 * self.count)))
         spread = torch.arange(each) * pixels // each
         generator, found = torch.Generator().manual_seed(0), []
-        for part in _parts(images):
+        for part in float_parts(images):
             x = torch.from_numpy(part).flatten(2)
             places = (torch.randint(pixels, (len(x), 1), generator=generator) + spread) % pixels
             found.append(x.gather(2, places[:, None].expand(-1, channels, -1)))
@@ -305,46 +351,6 @@ class RealImages:
         return curves
 
 
-class _First:
-    """The first images of a source."""
-
-    def __init__(self, images: ValueSource, count: int):
-        self._images, self._count = images, min(count, len(images))
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, key: slice) -> NDArray[Any]:
-        first, last, _ = key.indices(self._count)
-        return self._images[first:last]
-
-
-def _parts(images: ValueSource) -> Iterator[NDArray[np.float64]]:
-    """Yield all images, float64 [n, C, H, W], a bounded number at once."""
-    each = max(1, _VALUES // max(1, images[0:1].size))
-    for first in range(0, len(images), each):
-        yield np.asarray(images[first : min(first + each, len(images))], np.float64)
-
-
-def _count_damaged(images: ValueSource) -> int:
-    """Return the number of images with values that are not finite."""
-    if images[0:1].dtype.kind != "f":
-        return 0
-    return sum(int((~np.isfinite(part).all((1, 2, 3))).sum()) for part in _parts(images))
-
-
-def _center_and_scale(images: ValueSource) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of each channel, float64 [C] each; 1 for a channel that is constant."""
-    count, mean, squares = 0, np.zeros(1), np.zeros(1)
-    for part in _parts(images):  # merged as by Chan et al. 1979, as values may be far from 0
-        n, own = part[:, 0].size, part.mean((0, 2, 3))
-        squares = squares + part.var((0, 2, 3)) * n + (own - mean) ** 2 * (count * n / (count + n))
-        mean, count = mean + (own - mean) * (n / (count + n)), count + n
-    deviation = np.sqrt(squares / count)
-    # Of a channel that is constant, only the rounding of its mean is left.
-    return torch.from_numpy(mean), torch.from_numpy(np.where(deviation <= 1e-9 * np.abs(mean), 1.0, deviation))
-
-
 def _groups(count: int, halves: bool) -> Tensor:
     """Return weights [G, N] of images in groups: those compared with samples, then pairs of random halves."""
     if not halves:
@@ -362,12 +368,30 @@ def _groups(count: int, halves: bool) -> Tensor:
 def _wasserstein(values: Tensor, weights: Tensor) -> Tensor:
     """Return the Wasserstein-1 distances [G] of values [N, K] of images with positive from those with negative weights.
 
-    `weights` are [G, N]. The distance is the integral of the difference of both distribution functions.
+    `weights` are [G, N]. The distance is the integral of the difference of both distribution functions. NaN is unknown:
+    images weigh by their known values.
     """
-    ordered, order = values.flatten().sort()
-    owner = order // values.shape[1]
-    gaps = ordered[1:] - ordered[:-1]
-    return torch.stack([((row / values.shape[1])[owner].cumsum(0)[:-1].abs() * gaps).sum() for row in weights])
+    known = ~values.isnan()
+    ordered, order = values[known].sort()
+    owner = known.nonzero()[:, 0][order]
+    gaps, share = ordered[1:] - ordered[:-1], known.double().mean(1)
+    found = list[Tensor]()
+    for row in weights:
+        one, other = row.clamp(min=0), row.clamp(max=0)
+        row = one / (one @ share) - other / (other @ share)
+        found.append(((row / values.shape[1])[owner].cumsum(0)[:-1].abs() * gaps).sum())
+    return torch.stack(found)
+
+
+def _centred(x: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    """Return images [N, C, H, W] without the mean of their known values, and 0 where they are unknown.
+
+    Images without unknown values keep their mean, which is in no ring. The second tensor, float64 [N, C], has degrees
+    of freedom over those of such images.
+    """
+    pixels, count = x.shape[2] * x.shape[3], known.sum((2, 3), keepdim=True)
+    mean = (x.sum((2, 3), keepdim=True) / count.clamp(min=1)).masked_fill(count == pixels, 0)
+    return (x - mean) * known, (count[..., 0, 0] - 1).clamp(min=0).double() / max(1, pixels - 1)
 
 
 def _edges(drawn: Tensor, real: Tensor, whole: bool) -> Tensor:
@@ -375,6 +399,7 @@ def _edges(drawn: Tensor, real: Tensor, whole: bool) -> Tensor:
     # In order by `kthvalue`, as torch has quantiles of up to 2^24 values only.
     ends = []
     for values in (real.flatten(), drawn.flatten()):
+        values = values[~values.isnan()]
         k = max(1, round(_TAIL * len(values)))
         ends.append((float(values.kthvalue(k).values), float(values.kthvalue(len(values) + 1 - k).values)))
     (low, high), other = ends
@@ -388,13 +413,15 @@ def _edges(drawn: Tensor, real: Tensor, whole: bool) -> Tensor:
 
 
 def _densities(values: Tensor, edges: Tensor, groups: Tensor) -> Tensor:
-    """Return the densities [G, B] of values [N, K] of images in groups of weights [G, N]."""
+    """Return the densities [G, B] of values [N, K] of images in groups of weights [G, N]; NaN is unknown."""
     bins, width = len(edges) - 1, edges[1] - edges[0]
     place = torch.bucketize(values.contiguous(), edges, right=True).clamp(0, bins + 1)  # 0 is below, and bins + 1 above
     place[values == edges[-1]] = bins
+    place[values.isnan()] = bins + 1
     number = place + torch.arange(len(values))[:, None] * (bins + 2)
     counts = torch.bincount(number.flatten(), minlength=len(values) * (bins + 2)).view(len(values), bins + 2)
-    return groups @ (counts[:, 1:-1].double() / (values.shape[1] * width))
+    known = groups @ (~values.isnan()).sum(1).double()
+    return groups @ counts[:, 1:-1].double() / (known[:, None] * width)
 
 
 def _curve(metric: str, channel: int, x: list[float], generated: Tensor, groups: Tensor) -> Curve:

@@ -27,6 +27,7 @@ from unfog.reporting.progress import Progress, plural
 from unfog.settings import is_auto
 from unfog.training.distributed.world import SINGLE_PROCESS, World
 from unfog.values.image_format import CHANNELS, describe_channels
+from unfog.values.unknown import UnknownValues
 
 _MOST_PIXELS = 20_000  # samples whose pixels are compared
 # Fewest real images that are compared with other real images, and fewest images of a size that has its own metrics.
@@ -82,6 +83,8 @@ class Comparison:
     """The ranks that share the computation of features."""
     wrap: str = ""
     """Axes along which images continue at their other side: "", "x", "y" or "xy"."""
+    unknown: UnknownValues | None = None
+    """What is unknown in images and samples; None if nothing is."""
     _prepared: dict[int, RealImages] = field(default_factory=dict, repr=False)
     """Real images by the number of samples that are compared with them."""
 
@@ -165,7 +168,7 @@ class Comparison:
             rows = evenly_spaced(len(self.reference), 2 * count)
             halves = len(rows) >= 2 * FEWEST_COMPARED
             rows = rows[: len(rows) - len(rows) % 2] if halves else rows[:count]
-            self._prepared[count] = RealImages(ImageRows(self.reference, rows), halves, self.wrap)
+            self._prepared[count] = RealImages(ImageRows(self.reference, rows), halves, self.wrap, self.unknown)
         _check_shapes(self._prepared[count].shape, samples[0:1].shape[1:])
         return self._prepared[count]
 

@@ -134,7 +134,8 @@ def _resolve_request(
     real, name = _load_reference(run, request, dataset, stop)
     reference = real.train
     metrics = _possible_metrics(run, request, dataset, features)
-    compared = Comparison(metrics, features, reference, reference_rows(reference, n), world, config.data.wrapped)
+    rows, unknown = reference_rows(reference, n), config.data.unknown_values
+    compared = Comparison(metrics, features, reference, rows, world, config.data.wrapped, unknown)
     if set(request.metrics) == {"fid"}:  # with any other metric, a refused FID is a line of the table
         compared.check_count("fid", n, "--metrics")
     # Held-out losses are of the network alone, for which no guide has to be loaded.
@@ -238,12 +239,6 @@ def _possible_metrics(
     if not format.is_picture:
         check_for_values(metrics, str(format))
     check_condition_metrics(metrics, conditions)
-    if run.config.data.has_unknown and not {*metrics} <= {*NOT_COMPARED}:
-        said = "metrics of samples compare whole images, and pixels of these are unknown"
-        if request.metrics:
-            raise RequestError(f"{said}; give held_out")
-        say(f"skipped: {said}")
-        metrics = tuple(name for name in metrics if name in NOT_COMPARED)
     if (reason := run.config.representation.no_bits) and "bits" in metrics:
         raise RequestError(f"{run.path}: {reason}")
     if dataset.buckets and "bits" in metrics:
@@ -251,11 +246,6 @@ def _possible_metrics(
     metrics = _possible(run, request, metrics, len(dataset.held_out))
     if request.against is not None and "held_out" not in metrics:
         raise RequestError("--against compares held-out losses, and the run has no held-out images")
-    if not metrics:
-        raise RequestError(
-            f"nothing of {run.path} can be measured: its images have unknown pixels, so that samples are not compared "
-            "with them, and no images are held out; train a run with --data.held-out 0.1"
-        )
     return metrics
 
 

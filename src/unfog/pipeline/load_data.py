@@ -180,11 +180,6 @@ def _check_for_pictures(config: Config, data: Data) -> None:
         raise RequestError(f"data.aspect = keep scales pictures, and these images are {kind}; omit it")
     if reason := config.task.pictures_only or config.representation.pictures_only:
         raise RequestError(f"{reason}, and these images are {kind}; train on their values instead")
-    if config.evaluate.metrics and data.has_unknown:
-        raise RequestError(
-            "evaluate.metrics compare whole images, and pixels of these are unknown; omit them: the held-out loss is "
-            "measured"
-        )
     values = config.evaluate.VALUES
     if wrong := [name for name in config.evaluate.metrics if name not in values]:
         raise RequestError(

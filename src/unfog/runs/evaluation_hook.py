@@ -119,7 +119,8 @@ def _comparison(config: Config, images: ImageSet, features: Features | None) -> 
     """Return the comparison with evenly spread training images."""
     evaluate = config.evaluate
     rows = evenly_spaced(len(images), evaluate.reference)
-    return Comparison(evaluate.metrics, features, images, rows, wrap=config.data.wrapped)
+    data = config.data
+    return Comparison(evaluate.metrics, features, images, rows, wrap=data.wrapped, unknown=data.unknown_values)
 
 
 def _check_fid(config: Config, images: ImageSet, features: Features) -> None:

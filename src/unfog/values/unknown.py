@@ -6,7 +6,7 @@ import base64
 import binascii
 import math
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unfog.errors import RequestError
 
@@ -40,6 +40,24 @@ def find_unknown(values: NDArray[Any], filler: float) -> NDArray[np.bool_]:
     with np.errstate(over="ignore"):
         found: NDArray[np.bool_] = values == (values.dtype.type(filler) if values.dtype.kind == "f" else filler)
     return found
+
+
+class UnknownValues(NamedTuple):
+    """Unknown values of the images of a run, and of its samples."""
+
+    filler: float
+    """NaN or the number that stands for unknown values."""
+    in_samples: NDArray[np.bool_] | None = None
+    """bool [C, H, W], True where samples are known; None if they are everywhere."""
+
+    def hidden(self, values: NDArray[Any]) -> NDArray[np.bool_]:
+        """Return where stored values are unknown, bool, like `values`: decoded floats have NaN for any filler."""
+        return find_unknown(values, math.nan) | find_unknown(values, self.filler)
+
+    def known(self, values: NDArray[Any]) -> NDArray[np.bool_]:
+        """Return where stored images [N, C, H, W] are known, and samples can be, too: bool, like `values`."""
+        known = ~self.hidden(values)
+        return known if self.in_samples is None else known & self.in_samples
 
 
 def neighbour_of(filler: float) -> float:

@@ -245,9 +245,6 @@ def _check_values(
     """Check generated images of other values than pictures have, with the EMA weights, without guidance."""
     config, network = weights.config, weights.networks["ema"].to(weights.device)
     count = len(prepared.train) // 2
-    if config.data.has_unknown:
-        skipped.append("samples, as pixels of the training images are unknown, and metrics compare whole images")
-        return []
     if min(samples, count) < FEWEST_COMPARED:
         skipped.append(
             f"samples, as comparing values needs {FEWEST_COMPARED} of them and twice as many training images"
@@ -260,7 +257,7 @@ def _check_values(
         settings = GenerationSettings(samples, config.sampler, given, batch=batch)
         generated = generate_images(network, config, settings, progress.update).transpose(0, 3, 1, 2)
     rows = evenly_spaced(len(prepared.train), 2 * min(samples, count))
-    real = RealImages(ImageRows(prepared.train, rows), wrap=config.data.wrapped)
+    real = RealImages(ImageRows(prepared.train, rows), wrap=config.data.wrapped, unknown=config.data.unknown_values)
     return check_values(generated, real, unready, SampleRemedies.of(record).longer)
 
 

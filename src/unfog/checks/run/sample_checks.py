@@ -19,7 +19,8 @@ from unfog.checks.run.run_record import RunRecord
 from unfog.diffusion.noise import cleanest_level
 from unfog.evaluation.metrics import MetricResult
 from unfog.evaluation.pixel_metrics import FINE, band_floors, band_powers
-from unfog.evaluation.value_metrics import VALUE_METRICS, Curve, RealImages, ValueSource
+from unfog.evaluation.value_metrics import VALUE_METRICS, Curve, RealImages
+from unfog.evaluation.value_sources import ValueSource
 from unfog.inference.compare_images import luma_spectra, real_text, spectrum_chart
 from unfog.reporting.charts import Floats, curve_chart
 from unfog.reporting.findings import Figure, Finding, Severity
