@@ -127,7 +127,7 @@ def test_folders_with_half_a_model_are_refused(tmp_path, clip):
     refused(folder, "preprocessor_config.json cannot be read")
 
 
-def test_weights_that_are_missing_are_no_random_ones(tmp_path, clip):
+def test_weights_that_are_missing_are_no_random_ones(tmp_path, clip, capfd):
     from safetensors.torch import load_file, save_file
 
     for part in ("text", "vision"):
@@ -139,5 +139,7 @@ def test_weights_that_are_missing_are_no_random_ones(tmp_path, clip):
     known = KnownTexts((), describe_encoder(str(tmp_path / "text")))
     with pytest.raises(RequestError, match="lacks weights of CLIPTextModel"):
         known(torch.tensor([[*b"a red heart"]]))
+    capfd.readouterr()
     whole = KnownTexts((), describe_encoder(str(clip)))  # of a whole CLIP, its text part
     assert whole(torch.tensor([[*b"a red heart"]]))[0].isfinite().all()
+    assert "UNEXPECTED" not in "".join(capfd.readouterr()), "the weights of its other part are not listed"
