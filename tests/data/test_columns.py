@@ -314,7 +314,7 @@ def seal(folder: Path, changes: dict[str, Any]) -> None:
         ("age", Column("age", "class", np.arange(6), tuple("abcdef")), "labels are the one column"),
         ("class", Column("class", "number", np.arange(6)), "labels are the one column"),
         ("class", Column("class", "class", np.arange(6.0), tuple("abcdef")), "whole numbers"),
-        ("class", Column("class", "class", np.arange(6) + 1, tuple("abcdef")), "none of its 6 classes"),
+        ("class", Column("class", "class", np.arange(6) + 1, tuple("abcdef")), "not one of its 6 classes"),
     ],
 )
 def test_a_column_that_does_not_fit_is_refused(name: str, column: Column, said: str) -> None:

@@ -69,7 +69,7 @@ def test_what_is_not_told_is_checkered():
 def test_a_picture_is_no_condition_of_four_channels():
     facts = ColumnFacts("bands", "image", statistics=(4.0, *SHAPE, 0.0, 0.0, 0.0, 0.0, 9.0, 9.0, 9.0, 9.0))
     config = Config(columns=(facts,), data=Data(size="6x4", channels=3))
-    with pytest.raises(RequestError, match=r"bands = picture .* has 4 channels; give an array \[H, W, 4\]"):
+    with pytest.raises(RequestError, match=r"bands = picture .* the condition 4; give an array \[H, W, 4\]"):
         read_pictures(config, {"bands": Image.new("RGB", (6, 4))}, 1)
 
 

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 import time
 import warnings
 import zlib
@@ -40,6 +41,7 @@ from unfog.serve.playground.drawing import (
 from unfog.serve.playground.images import Uploads, at_run_size, disagreement, sheet
 from unfog.serve.playground.inputs import Inputs
 from unfog.serve.playground.queue import MOST_WAITING, DrawingQueue
+from unfog.serve.run_files import decode_picture
 from unfog.serve.server import Server
 from unfog.values.image_format import ImageFormat
 
@@ -270,10 +272,10 @@ def test_a_drawing_is_cancelled_within_a_step(queue, run):
     job = submit(queue, run, n=1, steps=50, guidance=0.2)
     while len(job.steps) < 2:
         time.sleep(0.01)
-    seen = len(job.steps)
     queue.cancel(job.id)
+    seen = len(job.steps)
     wait(job, "cancelled")
-    assert len(job.steps) <= seen + 1
+    assert len(job.steps) <= seen + 2  # the step under way, and one that this process has not read yet
     assert job.pictures is None
     assert wait(submit(queue, run, n=1)).error == ""  # the same worker goes on
     assert submit(queue, run, n=1, steps=50, guidance=0.2) is not job  # what was cancelled may be drawn again
@@ -535,6 +537,20 @@ def test_a_restarted_server_shows_what_was_drawn_and_does_not_draw_it_again(clie
 def sent(client, pixels):
     upload = {"content": png(pixels), "headers": {"content-type": "image/png"}}
     return client.post("/api/upload", **upload).json()["upload"]
+
+
+def test_an_upload_is_decoded_once_in_the_thread_of_pictures(client, monkeypatch):
+    threads = []
+
+    def decode(*args):
+        threads.append(threading.current_thread().name)
+        return decode_picture(*args)
+
+    monkeypatch.setattr("unfog.serve.playground.images.decode_picture", decode)
+    picture = {"content": png(np.zeros((3, 5), np.uint8)), "headers": {"content-type": "image/png"}}
+    answer = client.post("/api/upload", **picture).json()
+    assert (answer["width"], answer["height"]) == (5, 3)
+    assert [name.partition("_")[0] for name in threads] == ["pictures"]
 
 
 @pytest.mark.slow

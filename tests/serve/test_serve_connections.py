@@ -20,7 +20,13 @@ from unfog.serve.guard import KNOWN
 
 
 @pytest.fixture
-def place(monkeypatch):
+def waits():
+    """Set once a request for a path with `wait` has reached the application."""
+    return threading.Event()
+
+
+@pytest.fixture
+def place(monkeypatch, waits):
     """Address of a server in a thread, with short times. A path with `known` has the secret; one with `wait` waits."""
     monkeypatch.setattr(connections, "_FIRST_SECONDS", 0.4)
     monkeypatch.setattr(connections, "_NEXT_SECONDS", 0.8)
@@ -33,6 +39,8 @@ def place(monkeypatch):
             return
         if "known" in scope["path"]:
             scope[KNOWN] = True
+        if "wait" in scope["path"]:
+            waits.set()
         while "wait" in scope["path"] and (await receive())["type"] != "http.disconnect":
             pass
         headers = [(b"content-length", b"2")]
@@ -90,25 +98,27 @@ def test_a_head_or_body_that_comes_byte_by_byte_gets_no_more_time(place, start):
         assert time.monotonic() - began < 20
 
 
-def test_an_answer_may_take_any_time_and_a_connection_is_used_again(place):
+def test_an_answer_may_take_any_time_and_a_connection_is_used_again(place, monkeypatch):
+    monkeypatch.setattr(connections, "_NEXT_SECONDS", 2.0)
     request = b"GET /known HTTP/1.1\r\nHost: a\r\n\r\n"
     with connected(place, b"GET /known/wait HTTP/1.1\r\nHost: a\r\n\r\n") as waiting, connected(place) as used:
-        for _ in range(4):
-            time.sleep(0.3)
+        for _ in range(4):  # over all longer than the time between two requests
             used.sendall(request)
             answer = b""
             while not answer.endswith(b"ok"):
-                answer += used.recv(2**12)
+                answer += (part := used.recv(2**12))
+                assert part, "the connection has ended"
+            time.sleep(0.6)
         assert not is_closed(waiting)
         assert is_closed(used, 5)
 
 
 @pytest.mark.slow
-def test_the_oldest_stranger_makes_room(place, monkeypatch):
+def test_the_oldest_stranger_makes_room(place, waits, monkeypatch):
     monkeypatch.setattr(connections, "_MOST_CONNECTIONS", 6)
     monkeypatch.setattr(connections, "_FIRST_SECONDS", 60)
     known = connected(place, b"GET /known/wait HTTP/1.1\r\nHost: a\r\n\r\n")
-    time.sleep(0.3)
+    assert waits.wait(60)
     strangers = [connected(place, b"GET") for _ in range(40)]
     with connected(place, b"GET /known HTTP/1.1\r\nHost: a\r\n\r\n") as page:
         assert page.recv(2**12).startswith(b"HTTP/1.1 200")

@@ -16,7 +16,7 @@ from PIL import Image
 
 from unfog.config.schema import Config
 from unfog.data.bit_depth import DeepImage, Ranges
-from unfog.data.columns.second_source import mask_category, read_mask
+from unfog.data.columns.second_source import mask_category, read_mask, transparent_pixels
 from unfog.data.decode import decode, parse_colour, upright_sides
 from unfog.data.prepare import silence_pillow
 from unfog.data.sources.base import ImageError, Source
@@ -32,7 +32,6 @@ from unfog.values.kinds.image_kinds import IMAGE_KINDS, Picture, image_columns, 
 from unfog.values.kinds.made_conditions import enlarged, made_of
 
 _Found = Image.Image | DeepImage | NDArray[Any]
-_OPAQUE = 128  # of 255
 
 
 class _Given(NamedTuple):
@@ -239,7 +238,7 @@ def _holed(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.floa
     """Return a picture with NaN where it is transparent, or NaN in an array."""
     found, missing = given.read(), np.zeros((0, 0), np.bool_)
     if isinstance(found, Image.Image):
-        missing = np.asarray(found.convert("RGBA").getchannel("A")) < _OPAQUE
+        missing = transparent_pixels(found)
     else:
         values = found if isinstance(found, np.ndarray) else found.values
         values = values[..., None] if values.ndim == 2 else values

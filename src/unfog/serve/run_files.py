@@ -24,7 +24,7 @@ import numpy as np
 from PIL import Image
 
 from unfog.data.bit_depth import is_deep
-from unfog.data.decode import to_eight_bits
+from unfog.data.decode import to_eight_bits, turned_upright
 from unfog.data.full_depth.two_values import spread_two_values
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import image_error, open_bytes
@@ -210,7 +210,7 @@ def read_webp(path: Path, run: Path) -> bytes:
 
 
 def decode_picture(data: bytes, name: str) -> Image.Image:
-    """Return the pixels of an image file, RGB. RequestError if it cannot be decoded, or has too many.
+    """Return the pixels of an image file, upright and RGB. RequestError if it cannot be decoded, or has too many.
 
     An image of two values deeper than 8 bits, which is a mask, becomes black and white.
     """
@@ -222,7 +222,7 @@ def decode_picture(data: bytes, name: str) -> Image.Image:
             with suppress(ImageError):  # a mask of 0 and 1, or of 0 and 255, in 16 bits
                 white = spread_two_values(lambda: open_bytes(data, name)).values
                 return Image.fromarray((white * 255).astype(np.uint8)).convert("RGB")
-        return to_eight_bits(image).convert("RGB")
+        return turned_upright(to_eight_bits(image).convert("RGB"))
     except RequestError:
         raise
     except Exception as error:  # Pillow's readers fail in many ways on a damaged file

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 
 from unfog.data.bit_depth import DeepImage, Ranges
 from unfog.data.columns.image_setting import split_images
-from unfog.data.decode import Fit, parse_colour, read_deep, upright_sides
+from unfog.data.decode import Fit, parse_colour, read_deep, turned_upright, upright_sides
 from unfog.data.decode_pool import (
     ColourFoundError,
     DecodeStatistics,
@@ -45,6 +45,7 @@ _SAMPLED = 64  # images that are looked at to find the kind of a second source
 _MASKS_AT_ONCE = 256  # that are read ahead
 _FEW_VALUES = 32  # a mask has fewer different values in its first images
 _SIDES_CHECKED = 1000  # pairs whose sides are compared, evenly spread
+_OPAQUE = 128  # of 255, from which a pixel is not missing
 _BACKGROUND = "white"  # behind transparent pixels, as of training images
 
 
@@ -343,7 +344,12 @@ def _stored_values(found: Image.Image | DeepImage | NDArray[Any]) -> NDArray[Any
     with found:
         if found.mode[0] in "IF":
             return read_deep(lambda: found)
-        return np.asarray(ImageOps.exif_transpose(found.convert("RGB") if _is_coloured(found) else _plain(found)))
+        return np.asarray(turned_upright(found.convert("RGB") if _is_coloured(found) else _plain(found)))
+
+
+def transparent_pixels(image: Image.Image) -> NDArray[np.bool_]:
+    """Return where an image is transparent, as it is shown upright, bool [H, W]."""
+    return np.asarray(turned_upright(image.convert("RGBA").getchannel("A"))) < _OPAQUE
 
 
 def _is_coloured(image: Image.Image) -> bool:

@@ -94,8 +94,10 @@ class Grid extends View {
 	render() {
 		const negative = (this.conditions || []).some((one) => one.kind === "text") ? ["negative"] : [];
 		const names = [["", "none"], "seed", "steps", "sampler", "checkpoint", "guidance", "ema", "strength", "grid", ...negative, ...(this.conditions || []).map((one) => [(one.image ? PICTURE : GIVEN) + one.name, one.name])], {grid} = this;
+		// The names change with the run, and a list without the chosen one shows another.
+		const pictured = (id) => names.some(([name]) => name.startsWith(PICTURE) && name === this.axes[id]);
 		const files = (id) => html`<input type="file" accept="image/*" multiple name="${id}-values">`, words = (id, list) => html`<input name="${id}-values" .defaultValue=${list}>`;
-		const axis = (id, label, name, list) => html`<label>${label} <select name=${id} @change=${(e) => (this.axes = {...this.axes, [id]: e.target.value})}>${options(names, name)}</select></label> <label>values ${this.axes[id].startsWith(PICTURE) ? files(id) : words(id, list)}</label>`;
+		const axis = (id, label, name, list) => html`<label>${label} <select name=${id} @change=${(e) => (this.axes = {...this.axes, [id]: e.target.value})}>${options(names, name)}</select></label> <label>values ${pictured(id) ? files(id) : words(id, list)}</label>`;
 		return html`<section><form class="bar" @submit=${(e) => this.draw(e)}>${axis("a", "down", "seed", "0 1 2")} ${axis("b", "across", "steps", "5 10 20")}<button>Draw the grid</button>${grid ? html`<button type="button" @click=${() => grid.cells.filter((one) => one.job && !ENDED.includes(one.state)).forEach((one) => this.attempt(() => this.data.post(`api/draw/${one.job}/cancel`, {})))}>Cancel</button>` : ""}</form>
 			<p class="error" role="alert">${this.failed}</p>${grid ? this.cells(grid) : ""}</section>`;
 	}

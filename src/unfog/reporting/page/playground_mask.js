@@ -20,22 +20,30 @@ class Mask extends View {
 	}
 
 	firstUpdated() {
-		this.bits = new Uint8Array(this.width * this.height);
 		this.brush = Math.max(1, Math.round(Math.min(this.width, this.height) / 8));
 		this.paint();
 	}
 
 	updated(changes) {
-		if (changes.has("url") && this.url) {
-			const image = new Image();
-			image.onload = () => {
-				this.image = image;
-				if (this.kind !== "edit") this.readBits();
-				this.paint();
-			};
-			image.src = this.url;
+		const labels = String(this.labels);
+		// At first, and for another run, whose sides or labels are others.
+		if (this.bits?.length !== this.width * this.height || labels !== this.known) {
+			Object.assign(this, {bits: new Uint8Array(this.width * this.height), known: labels, label: 1, past: [], future: []});
+			this.count();
 		}
+		if (changes.has("url")) this.loaded = this.load(this.url);
 		this.canvas.style.width = `${this.width * this.shownZoom}px`;
+		this.paint();
+	}
+
+	// Show the image at an address, unless another one was asked for meanwhile, or it cannot be had.
+	async load(url) {
+		this.image = null;
+		if (!url) return;
+		const image = Object.assign(new Image(), {src: url});
+		if (!(await image.decode().then(() => true, () => false)) || url !== this.url) return;
+		this.image = image;
+		if (this.kind !== "edit") this.readBits();
 		this.paint();
 	}
 
@@ -196,7 +204,9 @@ class Mask extends View {
 	}
 
 	// PNG of the mask, white where it is painted; of labels their numbers, of a hole the picture without it.
-	blob() {
+	async blob() {
+		await this.loaded;
+		if (this.url && !this.image && this.kind !== "edit") throw new Error("the picture is not there any more; upload it again");
 		const {width, height, bits} = this, canvas = Object.assign(document.createElement("canvas"), {width, height});
 		const context = canvas.getContext("2d"), pixels = context.createImageData(width, height);
 		const white = this.kind === "mask" ? 1 : 255, hole = this.kind === "hole";

@@ -29,7 +29,10 @@ class Picture extends View {
 	static properties = ["data", "run", "size", "condition", "value", "sheets", "jobs", "failed"];
 
 	choose(value) {
-		if (!value) this.querySelector("input[type=file]").value = "";
+		if (!value) {
+			this.turn = (this.turn || 0) + 1; // a file that is on its way comes too late
+			this.querySelector("input[type=file]").value = "";
+		}
 		this.dispatchEvent(new CustomEvent("chosen", {detail: value}));
 	}
 
@@ -41,9 +44,11 @@ class Picture extends View {
 	take(file) {
 		this.failed = "";
 		if (!file) return null;
+		const turn = (this.turn = (this.turn || 0) + 1);
 		return this.attempt(async () => {
 			const {upload} = await send(this.data, file);
 			await this.data.ask(this.view(upload)); // which says what does not suit the run
+			if (turn !== this.turn) return; // another file was chosen, or none
 			this.choose({upload});
 			announce(`The picture of ${this.condition.name} was uploaded`);
 		}, `${this.condition.name}: `);

@@ -21,7 +21,9 @@ from unfog.errors import RunError
 from unfog.process.child import child_environment, python_command
 
 _LENGTHS = struct.Struct("<II")
-_MOST_JSON, _MOST_BYTES = 2**20, 2**28
+_MOST_JSON = 2**20
+MOST_BYTES = 2**28
+"""Largest number of bytes that go with a message."""
 _ERROR_BYTES = 2**13  # of what the worker prints, from its end
 _LAST_WORDS_SECONDS = 5.0  # a child of the worker that still lives keeps the pipe open
 
@@ -68,7 +70,7 @@ def read_message(pipe: BinaryIO) -> Message | None:
 
 
 def _check(of_text: int, of_body: int) -> None:
-    if of_text > _MOST_JSON or of_body > _MOST_BYTES:
+    if of_text > _MOST_JSON or of_body > MOST_BYTES:
         raise ProtocolError(f"a message of {of_text + of_body:,} bytes is too long")
 
 

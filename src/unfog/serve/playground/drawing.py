@@ -94,7 +94,7 @@ class Drawing:
             tile.nbytes for step in self.steps.values() for tile in (*step.noisy.values(), *step.guess.values())
         )
         whole = sum(0 if of is None else of.nbytes for of in (self.pictures, self.nearest, self.given))
-        return tiles + whole + sum(map(len, (self.inputs.body, self.values, self.channels)))
+        return tiles + whole + self.inputs.nbytes + len(self.values) + len(self.channels)
 
     def progress(self) -> dict[str, Any]:
         """Return the fields of its event."""

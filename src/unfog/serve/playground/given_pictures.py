@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 from PIL import Image
 
-from unfog.data.columns.second_source import mask_category, read_mask
+from unfog.data.columns.second_source import mask_category, read_mask, transparent_pixels
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import image_error, open_bytes
 from unfog.errors import RequestError
@@ -21,7 +21,6 @@ from unfog.values.condition_kinds import ColumnFacts
 from unfog.values.image_format import ImageFormat, size_of
 from unfog.values.kinds.image_kinds import IMAGE_KINDS, image_columns
 
-_OPAQUE = 128  # of 255, from which a pixel of an upload is not missing
 _MOST_PICTURES = 8  # conditions of a drawing that are images
 
 
@@ -77,7 +76,7 @@ def condition_view(data: bytes, facts: ColumnFacts) -> bytes:
     pixels = at_run_size(np.asarray(decode_picture(data, "the upload")), ImageFormat.of(3, size))
     if facts.kind != "hole":
         return encode_png(pixels)
-    missing = np.asarray(open_bytes(data, "the upload").convert("RGBA").getchannel("A")) < _OPAQUE
+    missing = transparent_pixels(open_bytes(data, "the upload"))
     plane, _ = read_mask(lambda: missing.astype(np.uint8), ImageFormat.of(1, size))
     file = io.BytesIO()
     alpha = np.where(plane > 0, 0, 255).astype(np.uint8)

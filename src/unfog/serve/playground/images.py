@@ -90,6 +90,8 @@ def format_of(run: Path) -> ImageFormat:
     with suppress(RequestError):
         if size and channels in CHANNELS:
             return ImageFormat.of(int(channels), parse_size(size))
+    if size and isinstance(channels, int):
+        raise RequestError(f"drawings that start from a picture need 1 or 3 channels, and this run has {channels}")
     raise RequestError("config.toml of this run is missing, damaged, or has no size and channels")
 
 

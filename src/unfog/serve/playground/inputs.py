@@ -30,6 +30,11 @@ class Inputs:
         return b"".join((self.image, self.mask, *self.given.values()))
 
     @property
+    def nbytes(self) -> int:
+        """Length of `body`, which is not made for it."""
+        return sum(map(len, (self.image, self.mask, *self.given.values())))
+
+    @property
     def key(self) -> bytes:
         """Bytes that are equal for the same inputs alone."""
         edit = len(self.image).to_bytes(8, "little")

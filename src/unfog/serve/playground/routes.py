@@ -231,8 +231,7 @@ class _Playground:
     async def upload(self, request: Request) -> Response:
         body = await request.body()
         number, upload = await self._server.pictures.decode(lambda: self.uploads.add(body))
-        height, width = upload.pixels.shape[:2]
-        return Json({"upload": number, "width": width, "height": height, "settings": upload.settings})
+        return Json({"upload": number, "width": upload.width, "height": upload.height, "settings": upload.settings})
 
     async def uploaded(self, request: Request) -> Response:
         upload = self.uploads[request.path_params["upload"]]

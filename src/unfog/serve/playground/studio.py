@@ -31,14 +31,13 @@ from unfog.pipeline.given_images import read_pictures
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.image_grids import Pixels
-from unfog.serve.playground.channel import Channel, Message
+from unfog.serve.playground.channel import MOST_BYTES, Channel, Message
 from unfog.serve.playground.inputs import Inputs
 
 _TILE = 128  # longest side of a kept step, in pixels
 _STEP_BYTES = 2**26  # of all kept steps of a job; beyond that, only every second or third step is kept
 _BATCH_PIXELS = 2**18  # of the images of a batch
 _LOADED = 2  # networks in memory: two checkpoints are compared
-_MOST_VALUES = 2**27  # bytes of samples in the units of the source; larger ones are for `unfog sample`
 _SHOWN = 3  # nearest training images of a picture
 
 
@@ -89,7 +88,8 @@ class Studio:
         if not format.is_picture and len(images):
             sheet, values = view_channels(run.config, images, ()), np.ascontiguousarray(images)
             facts |= {"channel_bytes": len(sheet)}
-            if values.nbytes <= _MOST_VALUES:
+            # Samples in the units of the source that are too many for a message are for `unfog sample`.
+            if pixels.nbytes + len(sheet) + values.nbytes <= MOST_BYTES:
                 facts |= {"values": [str(values.dtype), *values.shape]}
             more = sheet + (values.tobytes() if "values" in facts else b"")
         channel.send("done", job, pixels.tobytes() + more, images=pixels.shape, stopped=stopped, **facts)
