@@ -276,8 +276,8 @@ CONCEPTS = {
     "memory": "unfog plan", "duration": "unfog plan", "scaling with the batch": "square root",
     "T=1000": "linear:steps=1000", "scaling to [-1, 1]": "automatically", "sample in fp32": "--precision fp32",
     "wandb": "--log.sinks", "webdataset": "SOURCE", "num_workers": "threads", "multi-GPU": "torchrun",
-    "finder": "find-lr", "epoch": "--images", "mode collapse": "--guidance 1", "HEIC": "JPEG", "square": "--aspect keep",
-    "privacy": "images stay on this machine", "upload": "a connection is opened only if",
+    "finder": "find-lr", "epoch": "--images", "mode collapse": "--guidance 1", "HEIC": "JPEG",
+    "square": "--aspect keep", "privacy": "images stay on this machine", "upload": "a connection is opened only if",
 }  # fmt: skip
 
 

@@ -267,8 +267,8 @@ _CUDNN = Advice(
     "kernels are not chosen by their time; --training.deterministic off allows it", ("training.deterministic",)
 )
 _COLLAPSE = Advice(
-    "samples that all look alike come from strong guidance or from few images: unfog sample RUN --guidance 1 --guide none "
-    "draws without it, and unfog evaluate RUN searches for copies; unfog docs fix-it lists symptoms and remedies"
+    "samples that all look alike come from strong guidance or from few images: unfog sample RUN --guidance 1 --guide "
+    "none draws without it, and unfog evaluate RUN searches for copies; unfog docs fix-it lists symptoms and remedies"
 )
 _HEIC = Advice(
     "HEIC, which iPhones write, is skipped and reported: convert it to JPEG or PNG first, or set the phone to JPEG "
