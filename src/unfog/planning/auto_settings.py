@@ -322,7 +322,7 @@ class AutoSettings:
             how = f"the {'predicted' if self.machine.data_sheet else 'measured'} pace of {training.batch / pace:,.0f}"
             reason = f"{budget} at {how} images/s, less what previews and evaluation take"
             if not left:
-                reason = f"{budget} are over, as the start took {format_duration(spent)}: one step is trained"
+                reason = f"{budget} is used up, as the start took {format_duration(spent)}; one step is trained"
             self._note("images", max(images, training.batch), reason)
         steps = max(1, -(-images // training.batch))
         if steps * training.batch < seen:

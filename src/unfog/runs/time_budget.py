@@ -109,7 +109,7 @@ class TimeBudget:
         if spent > _LONG_START * seconds:
             left = "little is left to train" if spent < seconds else "one step is trained"
             warn(
-                f"the start took {format_duration(spent)} of the {format_duration(seconds)} of --budget, so that {left}; "
+                f"the start took {format_duration(spent)} of the {format_duration(seconds)} of --budget: {left}; "
                 f"give --budget {math.ceil(5 * spent / 60)}m or more, or --steps"
             )
 
