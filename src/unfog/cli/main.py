@@ -98,8 +98,9 @@ def _main(arguments: Sequence[str] | None) -> None:
     except KeyboardInterrupt as stopped:
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write("Stopped.\n")
-        saves = isinstance(stopped, Interrupted) and words[0] not in _SAVES_NOTHING
-        sys.exit(stopped.exit_status if saves else NothingSaved.exit_status)
+        if isinstance(stopped, Interrupted) and words[0] not in _SAVES_NOTHING:
+            sys.exit(stopped.exit_status)
+        sys.exit(NothingSaved.exit_status)
     except BrokenPipeError:  # `| head` has closed the pipe; work itself never ends here, see `progress.say`
         # Python flushes stdout once more as it exits, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
