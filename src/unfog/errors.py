@@ -30,7 +30,15 @@ class LostProcess(RunError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A stop was requested, and the current work was left undone. Raised in the main thread; exit status 3."""
+    """A stop was requested, and the current work was left undone. Raised in the main thread."""
+
+    exit_status = 3
+
+
+class NothingSaved(Interrupted):
+    """A stop was requested before there was anything to save: the command has to be given again."""
+
+    exit_status = 130
 
 
 def install_command(extra: str) -> str:

@@ -23,6 +23,7 @@ from launches import (
     weights,
 )
 from unfog.cli.main import main
+from unfog.commands import slurm
 from unfog.commands.slurm import SlurmRequest, batch_script
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
@@ -117,6 +118,24 @@ def test_a_container_has_the_folder_of_the_images_however_they_are_named(here):
         script = batch_script(SlurmRequest(command=("train",), run=here / "run", source=source, container="a.sif"))
         bound = shlex.split(script.partition("--bind ")[2])[0].split(",")
         assert bound == sorted(str(one) for one in (here, place) if one), source
+
+
+def test_a_container_has_the_folders_of_all_paths_in_the_command(here):
+    other = here.parent / f"{here.name}-more"
+    for name in ("depth", "tables", "weights"):
+        (other / name).mkdir(parents=True)
+    (other / "tables/labels.csv").touch()
+    named = f"depth={other}/depth:image,{other}/tables/labels.csv:age"
+    words = ("train", "fashion", "--condition", named, f"--init={other}/weights", "--note", "/nowhere/x", "s3://a/b")
+    script = batch_script(SlurmRequest(command=words, run=here / "run", source="fashion", container="a.sif"))
+    bound = shlex.split(script.partition("--bind ")[2])[0].split(",")
+    assert bound == sorted(map(str, (here, other / "depth", other / "tables", other / "weights")))
+
+
+@pytest.mark.parametrize(("source", "shared"), [("fashion", "it and the images"), ("s3://bucket/{0..3}.tar", "it")])
+def test_what_all_nodes_have_to_reach_is_said(here, capsys, source, shared):
+    slurm.main(SlurmRequest(command=("train", source), run=Path("run"), source=source))
+    assert f"run ({shared} must be on a disk that all nodes share)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from textwrap import dedent
 
 import pytest
 
+from unfog.config.schema import Config
+from unfog.config.toml import to_toml
 from unfog.errors import Interrupted
 from unfog.process.signals import StopSignals
 
@@ -648,8 +650,15 @@ def test_closed_stderr_is_not_written_to_whatever_has_its_number(tmp_path):
     assert (tmp_path / "log").read_bytes() == b""
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])
-def test_a_signal_during_the_imports_of_training_gives_its_status(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "command", "status"),
+    [("SIGTERM", "train", 130), ("SIGUSR1", "train", 130), ("SIGINT", "train", 130), ("SIGHUP", "resume", 3)],
+)
+def test_a_signal_during_the_imports_of_training_gives_its_status(name, command, status, tmp_path):
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    (begun / "config.toml").write_text(to_toml(Config(source="fashion")))
+    words = ["train", "fashion", "--out", str(tmp_path / "run")] if command == "train" else ["resume", str(begun)]
     script = f"""
         import importlib.abc, os, signal, sys
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -659,12 +668,12 @@ def test_a_signal_during_the_imports_of_training_gives_its_status(name, tmp_path
                 if module == "torch":
                     os.kill(os.getpid(), signal.{name})
         sys.meta_path.insert(0, Finder())
-        sys.argv = ["unfog", "train", "fashion", "--out", {str(tmp_path / "run")!r}]
+        sys.argv = ["unfog", *{words!r}]
         from unfog.cli.main import main
         main()
     """
     done = subprocess.run([sys.executable, "-c", dedent(script)], capture_output=True, text=True, check=False)
-    assert done.returncode == 3, done.stderr
+    assert done.returncode == status, done.stderr
     assert f"{name}: stopping" in done.stderr
     assert not (tmp_path / "run").exists()
 
@@ -674,7 +683,7 @@ def test_a_signal_after_the_work_does_not_change_the_status():
         import os, signal
         from unfog.process import early_signals
         from unfog.process.signals import StopSignals
-        early_signals.catch()
+        early_signals.catch(saved=False)
         with StopSignals():
             pass
         os.kill(os.getpid(), signal.SIGTERM)

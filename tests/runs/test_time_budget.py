@@ -287,6 +287,31 @@ def test_a_run_that_starts_too_late_takes_one_step():
     assert ended.step == 1
 
 
+@pytest.mark.parametrize(
+    ("spent", "said"),
+    [
+        (
+            122,
+            "the start took 2 min 02 s of the 1 min 30 s of --budget: one step is trained; give --budget 11m",
+        ),
+        (80, ": little is left to train; give --budget 7m or more, or --steps"),
+        (30, ""),
+    ],
+)
+def test_a_start_that_takes_the_budget_is_warned_of(spent, said, capsys):
+    TimeBudget.warn_if_spent(90.0, time.monotonic() - spent)
+    err = capsys.readouterr().err
+    assert (said in err) if said else not err
+
+
+@pytest.mark.slow
+def test_a_budget_that_the_start_has_used_up_trains_one_step_and_says_so(tmp_path, capsys):
+    run = unfog.train(few_images(), out=tmp_path / "run", budget="0.01s", **SMALL)
+    said = capsys.readouterr().err
+    assert f"images = {run.config.training.images}: 0.01s is used up, as the start took" in said
+    assert "of --budget: one step is trained" in said
+
+
 def test_the_schedule_ends_with_the_run_and_never_jumps():
     settings = Optimizer(lr=1.0, warmup=50, schedule="cooldown")
     length = Length()

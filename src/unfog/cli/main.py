@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from unfog import __version__
-from unfog.errors import Interrupted, RequestError, UnfogError
+from unfog.errors import Interrupted, NothingSaved, RequestError, UnfogError
 from unfog.process import command_clock, early_signals
 
 USAGE = """\
@@ -65,17 +65,17 @@ _MAX_MESSAGE = 1000  # characters
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; always ends in SystemExit."""
     if arguments is None and _trains(sys.argv[1:2]):
-        early_signals.catch()  # first, as imports take seconds
+        early_signals.catch(saved=_trains(sys.argv[1:2], ("resume",)))  # first, as imports take seconds
     try:
         _main(arguments)
     finally:
         early_signals.ignore()
 
 
-def _trains(words: Sequence[str]) -> bool:
+def _trains(words: Sequence[str], commands: Sequence[str] = _TRAINING) -> bool:
     from unfog.config.aliases import COMMANDS
 
-    return any(COMMANDS.get(word, word) in _TRAINING for word in words)
+    return any(COMMANDS.get(word, word) in commands for word in words)
 
 
 def _main(arguments: Sequence[str] | None) -> None:
@@ -98,7 +98,9 @@ def _main(arguments: Sequence[str] | None) -> None:
     except KeyboardInterrupt as stopped:
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write("Stopped.\n")
-        sys.exit(3 if isinstance(stopped, Interrupted) and words[0] not in _SAVES_NOTHING else 130)
+        if isinstance(stopped, Interrupted) and words[0] not in _SAVES_NOTHING:
+            sys.exit(stopped.exit_status)
+        sys.exit(NothingSaved.exit_status)
     except BrokenPipeError:  # `| head` has closed the pipe; work itself never ends here, see `progress.say`
         # Python flushes stdout once more as it exits, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -107,7 +109,7 @@ def _main(arguments: Sequence[str] | None) -> None:
         if debug:
             raise
         if early_signals.received:  # a module that was interrupted as it was imported raises what it likes
-            sys.exit(3)
+            sys.exit(early_signals.stop_error.exit_status)
         sys.stderr.write(_describe_unexpected(error))
         sys.exit(1)
 

@@ -17,7 +17,7 @@ from unfog.files.safe_files import open_file
 from unfog.process.child import hide_secrets
 from unfog.reporting.progress import print_result, say
 from unfog.settings import is_auto, setting
-from unfog.text import without_secrets
+from unfog.text import is_address, without_secrets
 
 _SAVE_SECONDS = 300  # before the limit, a run saves and ends; Slurm may be a minute early
 _RESTARTS = 3  # times that torchrun starts all processes anew within one job
@@ -90,7 +90,11 @@ class SlurmRequest:
     account: str = ""
     """Account to charge. Default: yours."""
     container: str = ""
-    """Image to run in: an Apptainer file (.sif), or any other with pyxis. Default: this Python environment."""
+    """Image to run in: an Apptainer file (.sif), or any other with pyxis. Default: this Python environment.
+
+    The folders of the run, of the images and of all paths in the command are mounted. Add to the file those that only a
+    --config file or a resumed run names.
+    """
     file: Path | None = setting(None, metavar="PATH")
     """Path of the new batch file. Default: the name of the run with .sbatch."""
     words: tuple[str, ...] = setting((), hidden=True)
@@ -145,7 +149,8 @@ def main(request: SlurmRequest) -> int:
         raise RequestError(f"{quote(str(file))[1:-1]} exists; give another --file, or remove it") from None
     except (OSError, ValueError) as error:
         raise RequestError(f"{quote(str(file))} cannot be written: {reason_of(error)}; give another --file") from None
-    say(f"  run       {request.run} (it and the images must be on a disk that all nodes share)")
+    shared = "it" if is_address(request.source) else "it and the images"
+    say(f"  run       {request.run} ({shared} must be on a disk that all nodes share)")
     for name, word in hide_secrets(request.command)[1].items():
         say(f"  first     export {name}={shlex.quote(without_secrets(word))} with its credentials: the file has none")
     say(f"  next      check the file, then: sbatch {shlex.quote(str(file))}")
@@ -199,12 +204,18 @@ def _local_places(source: str) -> list[Path]:
     return [Path(path) for path in paths if "://" not in path]
 
 
+def _named_places(words: tuple[str, ...]) -> list[Path]:
+    """Return the existing files and folders that a command names, by whole words or by parts as in NAME=PATH:KIND."""
+    parts = {part for word in words for part in (word, *re.split("[=:,]", word)) if "/" in part}
+    return [Path(os.path.abspath(part)) for part in sorted(parts) if os.path.exists(part)]
+
+
 def _container_prefix(request: SlurmRequest) -> str:
     """Return the words that make srun run in a container, with the folders of the job mounted at the same paths."""
     if not (image := request.container):
         return ""
-    places = [Path.cwd(), request.run.absolute(), *_local_places(request.source)]
-    folders = {next(one for one in (place, *place.parents) if one.is_dir()) for place in places}
+    places = [Path.cwd(), request.run.absolute(), *_local_places(request.source), *_named_places(request.command)]
+    folders = {next(one for one in (place, *place.parents) if one.is_dir()) for place in places} - {Path("/")}
     # Only the outermost: a folder inside another is there already.
     outer = sorted(str(one) for one in folders if folders.isdisjoint(one.parents))
     if image.endswith(".sif"):

@@ -12,6 +12,7 @@ from unfog.models.network_settings import CustomNetwork, LevelSettings, PatchSet
 from unfog.settings import check_bounds, setting
 from unfog.values.condition_format import TEXT_HEAD, PretrainedText
 
+_MOST_HEAD_CHANNELS = 64  # of what a message proposes
 USUAL_TEXT_LAYERS = 2
 """Layers of the encoder of texts, if none are given."""
 
@@ -251,9 +252,11 @@ class DiT(PatchSettings):
     def __post_init__(self) -> None:
         check_bounds(self)
         if self.head_channels < 4 or self.head_channels % 4 or self.width % self.head_channels:
+            fitting = [n for n in range(4, min(self.width, _MOST_HEAD_CHANNELS) + 1, 4) if self.width % n == 0]
+            remedy = f"give {' or '.join(map(str, fitting[-2:]))}" if fitting else "give a width that 32 divides"
             raise RequestError(
                 f"head_channels = {self.head_channels} must be a multiple of 4 that divides width = "
-                f"{self.width}, because rows and columns each use pairs of channels; 32 or 64 is usual"
+                f"{self.width}, because rows and columns each use pairs of channels; {remedy}"
             )
 
     def size_bound(self, channels: int, side: float, conditions: int) -> tuple[float, float]:

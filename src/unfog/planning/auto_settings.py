@@ -21,7 +21,7 @@ from unfog.planning.intervals import Changes, Choice, choose_intervals, open_int
 from unfog.planning.microbatch import Machine, MicrobatchChoice
 from unfog.planning.timing import StepTime, forward_passes, measure_step
 from unfog.process.device import choose_gpu, unused_gpu
-from unfog.reporting.progress import format_bytes, plural
+from unfog.reporting.progress import format_bytes, format_duration, plural
 from unfog.settings import AUTO, is_auto
 from unfog.training.learning_rate import FINE_TUNING_FACTOR, default_learning_rate
 from unfog.training.precision import default_memory_format, default_precision
@@ -321,7 +321,9 @@ class AutoSettings:
             images = seen + self._images_beside_evaluation(left / pace * training.batch)
             how = f"the {'predicted' if self.machine.data_sheet else 'measured'} pace of {training.batch / pace:,.0f}"
             reason = f"{budget} at {how} images/s, less what previews and evaluation take"
-            self._note("images", images, reason)
+            if not left:
+                reason = f"{budget} is used up, as the start took {format_duration(spent)}; one step is trained"
+            self._note("images", max(images, training.batch), reason)
         steps = max(1, -(-images // training.batch))
         if steps * training.batch < seen:
             raise RequestError(

@@ -6,12 +6,14 @@ import os
 import signal
 from types import FrameType
 
-from unfog.errors import Interrupted
+from unfog.errors import Interrupted, NothingSaved
 
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 # Signals that stay ignored if they were: a shell ignores them for background commands, and so does `nohup`.
 MAY_BE_IGNORED = ("SIGINT", "SIGHUP")
 
+stop_error: type[Interrupted] = Interrupted
+"""What a signal raises, whose exit status is that of the command."""
 received = ""
 """Name of the signal that came before `StopSignals` handled them; "" if none came."""
 _process = 0  # that the handlers are of
@@ -19,13 +21,16 @@ _caught: list[signal.Signals] = []
 _taken_over = False
 
 
-def catch() -> None:
+def catch(saved: bool) -> None:
     """Turn signals into Interrupted from now on, until `StopSignals` takes over. For the main thread.
+
+    They become NothingSaved unless there is a run already, which is `saved`.
 
     A process of torchrun only notes SIGUSR1: it may wait for the others in a call that no handler can end, and
     torchrun has its own way to end it.
     """
-    global _process
+    global _process, stop_error
+    stop_error = Interrupted if saved else NothingSaved
     _process = os.getpid()
     for name in ("SIGUSR1",) if "RANK" in os.environ else NAMES:
         number = getattr(signal, name, None)
@@ -61,4 +66,4 @@ def _handle(number: int, frame: FrameType | None) -> None:
         return
     if first:
         os.write(2, f"{received}: stopping; nothing is trained yet\n".encode())
-    raise Interrupted(received)
+    raise stop_error(received)

@@ -37,12 +37,13 @@ class StopSignals:
     """A context in which signals request a stop; calling it returns True once one was requested.
 
     In other threads than the main one, where Python delivers no signals, `request` and polling still work. The message
-    to the user says that the run is saved if it `saves`; a `quiet` rank leaves the message to rank 0.
+    to the user says that the run is saved if it `saves`, which may change as a new run begins. A `quiet` rank leaves
+    the message to rank 0.
     """
 
     def __init__(self, saves: bool = True, quiet: bool = False) -> None:
         self._quiet = quiet
-        self._ending = "stopping and saving" if saves else "stopping"
+        self.saves = saves
         self.received: str | None = None  # source of the request: "SIGTERM", "STOP file", …; None before one
         self._before: dict[signal.Signals, Any] = {}
         self._alarm = _Alarm(self._ring)
@@ -117,6 +118,10 @@ class StopSignals:
                 signal.signal(number, before)
         finally:
             self._alarm.give_back()
+
+    @property
+    def _ending(self) -> str:
+        return "stopping and saving" if self.saves else "stopping"
 
     def _tell(self, text: str) -> None:
         if not self._quiet:

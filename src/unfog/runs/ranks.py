@@ -58,13 +58,14 @@ class RunContext:
     ) -> Iterator[RunContext]:
         """Join the other ranks, lock the run folder, and turn signals into requests to stop.
 
-        A `new` folder is created; its heartbeat writes nothing until `silent` is cleared, as it is not a run yet.
+        A `new` folder is created, which is not a run yet. Until the caller makes it one, its heartbeat is `silent`, and
+        a stop saves nothing.
         RequestError if there is no such device, or the folder cannot be used.
         """
         device = device_for(config)
         with (
             init_world(config.training.timeout) as world,
-            StopSignals() as stop,
+            StopSignals(saves=not new) as stop,
             folder.create_locked(config.source) if new else folder.locked() as lock,
             # After the lock: it writes into the folder, which another process may still be training in.
             Heartbeat(folder.path, stop, silent=new) as heartbeat,

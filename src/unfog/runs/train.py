@@ -27,7 +27,7 @@ from unfog.data.stream import ImageStream
 from unfog.device.compilation import compile_errors_explained
 from unfog.diffusion.losses.pixel_loss import CustomLoss
 from unfog.diffusion.weighting import CustomWeighting
-from unfog.errors import Interrupted, LostProcess, RunError
+from unfog.errors import Interrupted, LostProcess, NothingSaved, RunError
 from unfog.evaluation.features import open_features
 from unfog.files.safe_files import write_atomic
 from unfog.models.given_network import SOURCE_FILE, GivenNetwork
@@ -58,6 +58,7 @@ from unfog.runs.evaluation_hook import resolve_metrics
 from unfog.runs.previews import Previews
 from unfog.runs.ranks import RunContext, StoppableHooks, broadcast_config, device_for, watch_outages
 from unfog.runs.session import Session
+from unfog.runs.time_budget import TimeBudget
 from unfog.runs.weights.init_weights import adopt_latent_statistics, load_initial_weights
 from unfog.text import sanitize
 from unfog.training.checkpoints import snapshot
@@ -97,6 +98,8 @@ def train(config: Config, out: Path | None = None, callbacks: Sequence[object] =
         auto = AutoSettings(settings, one_size.as_network_input.train, run.device, run.stop, run.world.size)
         auto.began = began
         auto.resolve()
+        if auto.budget:
+            TimeBudget.warn_if_spent(auto.budget, began)
         resolve_metrics(auto, one_size.train, run.device)
         run.stop.leave_if_requested()  # nothing is written yet, so there is nothing to save
         config = copy_autoencoder_into_run(folder, auto.config)
@@ -205,12 +208,14 @@ def _is_lost_process(error: BaseException) -> bool:
 
 @contextmanager
 def _say_how_to_go_on(folder: RunFolder) -> Iterator[None]:
-    """Name the command that continues a run whose start was stopped; nothing if there is no run yet."""
+    """Name the command that continues a run whose start was stopped. NothingSaved if there is no run yet."""
     try:
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         if folder.config_file.is_file():
             say(f"  next      unfog resume {shlex.quote(str(folder.path))}")
+        elif isinstance(stopped, Interrupted):
+            raise NothingSaved(*stopped.args) from stopped
         raise
 
 
@@ -233,7 +238,7 @@ def _create_run(session: Session) -> None:
         write_atomic(folder.path / SOURCE_FILE, config.network.source_text().encode(), folder.path)
     folder.checkpoints.mkdir()
     broadcast_config(run.world, folder.checkpoints, config)  # last, as worker ranks look for the folders at once
-    run.heartbeat.silent = False
+    run.heartbeat.silent, run.stop.saves = False, True
 
 
 def check_custom_parts(config: Config) -> None:
