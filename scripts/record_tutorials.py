@@ -86,8 +86,13 @@ def run(command: str, folder: Path) -> str:
     )
     if done.returncode:
         sys.exit(f"$ {command}\n{done.stdout}\nexit status {done.returncode}")
-    printed = done.stdout.replace(str(folder / "cache"), "~/.cache/unfog")
-    return printed.replace(f"{folder}/", "").replace(str(folder), "/home/me")
+    return without_paths(done.stdout, folder)
+
+
+def without_paths(text: str, folder: Path) -> str:
+    """Return a text in which paths are relative to a folder, and the cache is where it is by default."""
+    text = text.replace(str(folder / "cache"), "~/.cache/unfog")
+    return text.replace(f"{folder}/", "").replace(str(folder), "/home/me")
 
 
 def recorded(command: str, folder: Path) -> str | None:

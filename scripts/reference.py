@@ -142,16 +142,27 @@ def python_page() -> str:
 
 def findings_page() -> str:
     """Return the page of the findings of the doctor, from where the checks make them."""
-    lines = _head("Findings of the doctor", "`unfog doctor` prints these codes, with evidence and a remedy.")
+    lines = _head(
+        "Findings of the doctor",
+        "`unfog doctor` prints these codes, with evidence and a remedy. A check may give several, a line each. "
+        "… stands for a number, a name or a command of the run.",
+    )
     found: dict[str, str] = {}
-    for module in sorted((SOURCE / "checks").rglob("*.py")):
-        for function in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
-            if isinstance(function, ast.FunctionDef):
-                text = (ast.get_docstring(function) or "").partition("\n\n")[0].replace("\n", " ")
-                found |= {code: found.get(code) or text for code in _codes(function)}
+    remedies: dict[str, dict[str, None]] = {}
+    modules = [_functions(module) for module in sorted((SOURCE / "checks").rglob("*.py"))]
+    everywhere = {name: function for module in modules for name, function in module.items()}
+    for module in modules:
+        functions = everywhere | module
+        for function in module.values():
+            text = (ast.get_docstring(function) or "").partition("\n\n")[0].replace("\n", " ")
+            for code, call in _findings(function):
+                # Checks of a run begin with their code.
+                text = re.sub(r"^[\w.]+: (\w)", lambda match: match[1].upper(), text)
+                found[code] = found.get(code) or text
+                remedies.setdefault(code, {}).update(dict.fromkeys(_remedies(call, function, functions)))
     for section, codes in _grouped(found, lambda code: code.partition(".")[0]):
-        lines += [f"## {section}", ""]
-        lines += _table(("code", "check"), [(f"`{code}`", found[code]) for code in codes])
+        rows = [(f"`{code}`", found[code], _several(remedies[code])) for code in codes]
+        lines += [f"## {section}", "", *_table(("code", "check", "remedies"), rows)]
     return _page(lines)
 
 
@@ -165,13 +176,81 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
-def _codes(function: ast.FunctionDef) -> Iterator[str]:
-    """Yield the codes of the findings that a function makes."""
-    for call in ast.walk(function):
-        if isinstance(call, ast.Call) and call.args and "Finding" in ast.unparse(call.func):
-            first = call.args[0]
-            if isinstance(first, ast.Constant) and isinstance(first.value, str):
-                yield first.value
+def _functions(module: Path) -> dict[str, ast.FunctionDef]:
+    """Return the functions and methods of a module by name."""
+    tree = ast.parse(module.read_text(encoding="utf-8"))
+    return {each.name: each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)}
+
+
+def _several(texts: Iterable[str]) -> str:
+    """Return the cell of a table with a text, or with several below each other."""
+    first, *rest = [*texts] or [""]
+    return "<br>".join(f"• {text}" for text in (first, *rest)) if rest else first
+
+
+def _findings(function: ast.FunctionDef) -> Iterator[tuple[str, ast.Call]]:
+    """Yield the calls that make the findings of a function, each with its code."""
+    calls = [each for each in ast.walk(function) if isinstance(each, ast.Call)]
+    for call in calls:
+        match call:
+            case ast.Call(args=[ast.Constant(value=str() as code), *_]) if "Finding" in ast.unparse(call.func):
+                yield code, call
+            # finding = partial(Finding, "run.state"), which is called as finding(severity, evidence, remedy).
+            case ast.Call(
+                func=ast.Name(id="partial"), args=[ast.Name(id="Finding"), ast.Constant(value=str() as code)]
+            ):
+                for each in calls:
+                    if ast.unparse(each.func) == "finding":
+                        yield code, ast.Call(each.func, [call.args[1], *each.args], each.keywords)
+
+
+def _remedies(call: ast.Call, function: ast.FunctionDef, functions: dict[str, ast.FunctionDef]) -> Iterator[str]:
+    """Yield the texts of the remedies of a call of Finding or Finding.graded."""
+    if ast.unparse(call.func).endswith("graded"):
+        cases = [case.elts[3] for case in call.args[2:] if isinstance(case, ast.Tuple)]
+    else:
+        cases = [*call.args[3:4], *(word.value for word in call.keywords if word.arg == "remedy")]
+    for case in cases:
+        for text in _texts(case, function, functions):
+            # A text without words of its own names nothing, nor does a part of a longer text.
+            if re.search(r"\w{3}", text) and not text.startswith((" ", ",", ";")):
+                yield text
+
+
+def _assignments(function: ast.FunctionDef) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield targets and values of the assignments of a function; those of `a, b = 1, 2` each by itself."""
+    for each in ast.walk(function):
+        match each:
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
+                yield from zip(targets, values, strict=False)
+            case ast.Assign(targets=targets, value=value):
+                yield from ((target, value) for target in targets)
+
+
+def _texts(value: ast.expr, function: ast.FunctionDef, functions: dict[str, ast.FunctionDef]) -> Iterator[str]:
+    """Yield the texts that an expression may be: through branches, local variables and functions of the module."""
+    parts: list[ast.expr | None] = []
+    match value:
+        case ast.Constant(value=str() as text):
+            yield text
+        case ast.JoinedStr():
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in value.values)
+            yield re.sub("…+", "…", text)
+        case ast.IfExp():
+            parts = [value.body, value.orelse]
+        case ast.BoolOp():
+            parts = [*value.values]
+        case ast.BinOp():
+            parts = [value.left, value.right]
+        case ast.Name(id=name):
+            parts = [value for target, value in _assignments(function) if ast.unparse(target) == name]
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) | ast.Attribute(attr=name) if (
+            name in functions and functions[name] is not function
+        ):
+            function = functions[name]
+            parts = [each.value for each in ast.walk(function) if isinstance(each, ast.Return)]
+    for part in filter(None, parts):
+        yield from _texts(part, function, functions)
 
 
 def _other_names() -> dict[str, list[str]]:
@@ -251,7 +330,11 @@ def _docstring(value: Any) -> list[str]:
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    body = ["| " + " | ".join(cell if cell.startswith("`") else _escape(cell) for cell in row) + " |" for row in rows]
+    cells = [
+        [cell if cell.startswith("`") else "<br>".join(map(_escape, cell.split("<br>"))) for cell in row]
+        for row in rows
+    ]
+    body = ["| " + " | ".join(row) + " |" for row in cells]
     # A pipe ends a cell, inside of code too.
     body = [re.sub(r"(?<=\w)\|(?=\w)", r"\\|", line) for line in body]
     return ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *body, ""]

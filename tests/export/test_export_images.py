@@ -221,6 +221,9 @@ NONSENSE = {
     "fraction": ({"mask": np.full((H, W), 0.5)}, "not whole numbers"),
     "transparent": ({"sketch": Image.new("RGBA", (W, H))}, "transparency"),
     "planes": ({"depth": np.zeros((H, W, 2))}, "depth has 2 channels"),
+    "deep": ({"sketch": Image.new("I;16", (W, H))}, "sketch is a picture of mode I;16; give one of 8 bits"),
+    "palette": ({"depth": Image.new("P", (W, H))}, "depth is a picture of mode P; give its values as an array"),
+    "nan": ({"depth": np.full((H, W), np.nan)}, "depth has values that are NaN or infinite"),
 }
 
 
@@ -228,3 +231,15 @@ NONSENSE = {
 def test_what_is_no_such_image_is_refused_in_words(given, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         code_of(with_images(columns=IMAGES))(given)
+
+
+def test_values_are_taken_whole_and_from_arrays():
+    read = code_of(of_values())
+    unknown = np.zeros((H, W, 2), np.float32)
+    unknown[0, 0] = np.nan  # enlarging would spread it over the whole image
+    with pytest.raises(ValueError, match="degrade has values that are NaN or infinite"):
+        read({"degrade": unknown})
+    blue = Image.new("RGB", (W, H), (0, 0, 255))
+    blue.paste((0, 0, 0), (0, 0, 3, 3))
+    with pytest.raises(ValueError, match="nothing of the image is missing"):  # blue does not say what is known
+        read({"hole": blue})

@@ -45,8 +45,12 @@ def cosine(model, images, captions):
     return float((seen * told).sum(1).mean()), len(known)
 
 
-def test_samples_and_held_out_images_are_measured(made, capsys, tmp_path):
+def test_samples_and_held_out_images_are_measured(made, capsys, tmp_path, monkeypatch):
     run, _, folder = made
+    # Parts of one image, so that some have no caption at all.
+    monkeypatch.setattr(
+        "unfog.inference.clip_scores.in_parts", lambda images: (images[i : i + 1] for i in range(len(images)))
+    )
     words = ("--clip-folder", folder, "-n", 16, "--steps", 2, "--device", "cpu", "--out", tmp_path / "out.json")
     assert exit_status("evaluate", run.path, "--metrics", "clip", *words) == 0
     said = capsys.readouterr().out

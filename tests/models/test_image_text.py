@@ -1,6 +1,7 @@
 """CLIP and SigLIP of a folder: vectors as transformers and Pillow give them, and folders that are refused."""
 
 import json
+import logging
 import shutil
 
 import numpy as np
@@ -120,13 +121,14 @@ def test_folders_with_half_a_model_are_refused(tmp_path, clip):
         (folder / "config.json").write_text(json.dumps(config | changes))
         refused(folder, words)
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "preprocessor_config.json").write_text('{"image_std": [0, 1, 1]}')
-    refused(folder, "image_mean and image_std")
+    for wrong in ("[0, 1, 1]", "[NaN, 1, 1]", f"[1{'0' * 400}, 1, 1]"):
+        (folder / "preprocessor_config.json").write_text(f'{{"image_std": {wrong}}}')
+        refused(folder, "image_mean and image_std")
     (folder / "preprocessor_config.json").write_text("[" * 10_000)
     refused(folder, "preprocessor_config.json cannot be read")
 
 
-def test_weights_that_are_missing_are_no_random_ones(tmp_path, clip):
+def test_weights_that_are_missing_are_no_random_ones(tmp_path, clip, caplog):
     from safetensors.torch import load_file, save_file
 
     for part in ("text", "vision"):
@@ -138,5 +140,10 @@ def test_weights_that_are_missing_are_no_random_ones(tmp_path, clip):
     known = KnownTexts((), describe_encoder(str(tmp_path / "text")))
     with pytest.raises(RequestError, match="lacks weights of CLIPTextModel"):
         known(torch.tensor([[*b"a red heart"]]))
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)  # as it does not pass its records on
+    caplog.clear()
     whole = KnownTexts((), describe_encoder(str(clip)))  # of a whole CLIP, its text part
     assert whole(torch.tensor([[*b"a red heart"]]))[0].isfinite().all()
+    logger.removeHandler(caplog.handler)
+    assert not caplog.records, "the weights of its other part are not listed"

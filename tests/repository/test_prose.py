@@ -25,7 +25,6 @@ WITHOUT_PICTURE = {
     "distributed.md": "about processes",
     "extending/": "about code",
     "inverse-problems.md": "the table gives the errors",
-    "latent.md": "measured on too little training for a picture that says something",
     "mirror.md": "about files",
     "microscopy-and-medical.md": "reads files; no scan with a licence for this repository is at hand",
     "python.md": "about code",

@@ -26,6 +26,28 @@ def test_pages_made_from_code_are_current():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_remedies_are_found_where_a_check_makes_them(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import reference
+
+    (tmp_path / "checks").mkdir()
+    (tmp_path / "checks" / "one.py").write_text(
+        "def other(x):\n    return f'from a function: {x}'\n"
+        "def check(a, b):\n    'Check it.'\n    bad, remedy = a, f'--batch {b}' if a else 'fewer images'\n"
+        "    finding = partial(Finding, 'a.partial')\n"
+        "    finding('hint', 'said', other(b))\n"
+        "    Finding('a.fine', 'fine', 'said')\n"
+        "    return Finding.graded('a.graded', 'said', (bad, 'hint', '', remedy), (b, 'hint', '', 'stop'), facts={})\n"
+    )
+    monkeypatch.setattr(reference, "SOURCE", tmp_path)
+    rows = [line for line in reference.findings_page().splitlines() if line.startswith("| `a.")]
+    assert sorted(rows) == [
+        "| `a.fine` | Check it. |  |",
+        "| `a.graded` | Check it. | • --batch …<br>• fewer images<br>• stop |",
+        "| `a.partial` | Check it. | from a function: … |",
+    ]
+
+
 def test_every_event_and_variable_is_on_the_page_of_files():
     page, modules = (ROOT / "docs/reference/files.md").read_text(), [*SOURCE.rglob("*.py")]
     kinds, variables = set(), set()

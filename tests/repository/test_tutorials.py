@@ -1,11 +1,14 @@
 """Tutorials: their output is recorded, their pictures are there, and the commands of one run on a small scale."""
 
+import ast
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import numpy as np
 import pytest
 from PIL import Image
@@ -13,7 +16,8 @@ from PIL import Image
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="installed without its repository")
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
-RECORDED = {"cifar10", "cluster", "drawings", "first-hour", "own-data", "own-network-and-loss"}
+RECORDED = {"cifar10", "cluster", "drawings", "first-hour", "latents", "own-data", "own-network-and-loss"}
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 LARGEST = 300_000  # bytes of a picture; the moving one of the README may have a megabyte
 
 
@@ -23,6 +27,13 @@ def recorder(monkeypatch):
     import record_tutorials
 
     return record_tutorials
+
+
+@pytest.fixture
+def notebook_recorder(recorder):
+    import record_notebooks
+
+    return record_notebooks
 
 
 @pytest.fixture
@@ -74,6 +85,47 @@ def test_a_command_that_fails_stops_the_recording(recorder, tmp_path):
         recorder.main([str(page), "--folder", str(tmp_path / "work")])
 
 
+def shows(source):
+    """Say whether a cell prints or shows something: it ends with a value, or trains."""
+    last = ast.parse(source).body[-1]
+    return isinstance(last, ast.Expr) or any(word in source for word in ("unfog.train(", "unfog.resume("))
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_notebooks_have_their_outputs(file, notebook_recorder):
+    assert file.stem in notebook_recorder.NAMES
+    text = file.read_text("utf-8")
+    assert len(text.encode()) < notebook_recorder.LARGEST
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), (
+        "run scripts/record_notebooks.py"
+    )
+    kinds = [[output["output_type"] for output in cell["outputs"]] for cell in cells]
+    assert not any("error" in each for each in kinds)
+    assert [bool(each) for each in kinds] == [shows("".join(cell["source"])) for cell in cells]
+    assert "image/png" in text
+    outputs = json.dumps([cell["outputs"] for cell in cells])
+    assert not re.search(r"(?<![\w/])/(root|home/(?!me\b)\w+|tmp|work|Users)/|site-packages", outputs), (
+        "paths of a machine"
+    )
+
+
+def test_a_notebook_is_recorded_with_its_own_code_and_without_paths(notebook_recorder, tmp_path):
+    file, folder = tmp_path / "small.ipynb", tmp_path / "folder"
+    folder.mkdir()
+    drive = notebook_recorder.DRIVE
+    sources = [f"place = '{drive}/run'", "import os\nprint(os.getcwd(), place)\nplace"]
+    file.write_text(nbformat.writes(nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, sources)])))
+    notebook_recorder.record(file, folder)
+    cells = nbformat.read(file, as_version=4).cells
+    assert [cell.source for cell in cells] == sources
+    assert not cells[0].outputs
+    printed, value = cells[1].outputs
+    assert printed.text == f"/home/me {drive}/run\n"
+    assert value.data["text/plain"] == f"'{drive}/run'"
+    assert str(tmp_path) not in file.read_text()
+
+
 def test_textures_have_no_seam_and_are_the_same_each_time(tutorial_images):
     images = tutorial_images.textures(count=200).astype(float)
     inside = np.abs(np.diff(images, axis=2)).mean()
@@ -84,7 +136,7 @@ def test_textures_have_no_seam_and_are_the_same_each_time(tutorial_images):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("page", ["drawings", "cifar10", "own-data", "own-network-and-loss"])
+@pytest.mark.parametrize("page", ["drawings", "cifar10", "latents", "own-data", "own-network-and-loss"])
 def test_the_commands_of_a_tutorial_run(page, tmp_path, tutorial_images):
     file = ROOT / f"docs/tutorials/{page}.md"
     (tmp_path / "drawings").mkdir()

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,12 +62,13 @@ def _interval(pairs: Captioned) -> tuple[float, float, float]:
 
 def _with_other_captions(pairs: Captioned, own: float) -> float:
     """Return the mean cosine over all pairs of an image and another caption; `own` if all captions are equal."""
-    _, group = np.unique(np.asarray(pairs.captions), return_inverse=True)
-    member = torch.nn.functional.one_hot(torch.from_numpy(group)).double()
+    place = {text: i for i, text in enumerate(dict.fromkeys(pairs.captions))}
+    group = torch.tensor([place[text] for text in pairs.captions])
     # The sum over all pairs of images and texts is the product of their sums; less those of equal captions.
-    images, texts = (member.T @ each.double() for each in (pairs.images, pairs.texts))
-    equal, counts = (images * texts).sum(), member.sum(0)
-    pairs_of_others = float(counts.sum() ** 2 - (counts**2).sum())
+    empty = torch.zeros(len(place), pairs.images.shape[1], dtype=torch.float64)
+    images, texts = (empty.index_add(0, group, each.double()) for each in pairs[:2])
+    equal = (images * texts).sum()
+    pairs_of_others = len(group) ** 2 - int((group.bincount() ** 2).sum())
     if not pairs_of_others:
         return own
     return math.fsum([float(images.sum(0) @ texts.sum(0)), -float(equal)]) / pairs_of_others

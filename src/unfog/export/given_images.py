@@ -40,6 +40,10 @@ def _array(one, image, mode):
         image = ImageOps.exif_transpose(image)
         if mode and mode == one["mode"] and (image.has_transparency_data or "A" in image.getbands()):
             raise ValueError(f"{one['name']} is a picture with transparency; lay it on a background first")
+        if mode and image.mode[0] in "IF":  # Pillow would cut them off at 255
+            raise ValueError(f"{one['name']} is a picture of mode {image.mode}; give one of 8 bits")
+        if one["kind"] != "mask" and not mode and image.mode not in ("L", "RGB") and image.mode[0] not in "IF":
+            raise ValueError(f"{one['name']} is a picture of mode {image.mode}; give its values as an array [H, W, C]")
         image = image.convert(mode) if mode else image
     array = np.asarray(image)
     array = array.astype(np.uint8) if array.dtype == bool else array
@@ -62,6 +66,12 @@ def _bytes(one, array):
     return np.rint(array * 255).astype(np.uint8)
 
 
+def _check_finite(one, array):
+    """Raise ValueError if an image has NaN or infinite values."""
+    if not np.isfinite(array).all():
+        raise ValueError(f"{one['name']} has values that are NaN or infinite; replace them")
+
+
 def _clean(one, array, channels):
     """Return an image [H, W, C] in the units of the model, [C, H, W]. A picture without colours may have 1 channel."""
     if array.shape[2] == 1 and one["mode"]:
@@ -69,6 +79,7 @@ def _clean(one, array, channels):
     if array.shape[2] != channels:
         raise ValueError(f"{one['name']} has {array.shape[2]} channels, and the images of this model {channels}")
     array = _bytes(one, array) if one["mode"] else array
+    _check_finite(one, array)
     return np.asarray(to_model(one["values"], np.ascontiguousarray(array.transpose(2, 0, 1))), np.float32)
 
 
@@ -112,6 +123,7 @@ def _second(one, image):
     array = _array(one, image, one["mode"])
     _check_sides(one, array, sides)
     array = _bytes(one, array) if are_bytes else array
+    _check_finite(one, array)
     array = np.repeat(array, channels, 2) if are_bytes and array.shape[2] == 1 else array
     if array.shape[2] != channels:
         raise ValueError(f"{one['name']} has {array.shape[2]} channels, and the images of this condition {channels}")
@@ -160,7 +172,8 @@ def _holed(one, image):
     array = _array(one, image, one["mode"] and one["mode"] + "A")
     _check_sides(one, array, sides)
     missing = ~np.isfinite(array).all(2)
-    if array.shape[2] == channels + 1:
+    # A picture has a channel of transparency only if it was asked for.
+    if array.shape[2] == channels + 1 and (one["mode"] or not hasattr(image, "convert")):
         alpha, array = array[..., -1], array[..., :-1]
         half = np.iinfo(array.dtype).max / 2 if array.dtype.kind in "ui" else 0.5
         missing = missing | (alpha < half)

@@ -71,8 +71,8 @@ def _captioned(
     captions = [tokenizer.decode(row) for row in kind_of(facts.kind).pick(tokens, None).tolist()]
     images, done = list[torch.Tensor](), 0
     for part in parts if captions else ():
-        known = [i for i in range(len(part)) if captions[done + i]]
-        images.append(model.images(torch.from_numpy(np.ascontiguousarray(part[known]))))
+        if known := [i for i in range(len(part)) if captions[done + i]]:
+            images.append(model.images(torch.from_numpy(np.ascontiguousarray(part[known]))))
         done += len(part)
         progress.advance(len(part))
     kept = [text for text in captions if text]

@@ -203,7 +203,7 @@ def _check_images(train: Mapping[str, Column], held_out: Mapping[str, Column]) -
         shared = sum(each in ours for each in wanted)
         facts = {"column": name, "shared": shared, "held_out": len(wanted), "different": len(ours)}
         said = f"{format_share(shared, len(wanted))} held-out images have the {sanitize(name)} of a training image"
-        remedy = "the held-out loss, and whether samples obey it, are then not of new ones: give each image its own"
+        remedy = "the held-out loss and the metric obeys then do not test new ones; give each image its own"
         is_shared = shared >= _SHARED * len(wanted)
         found.append(Finding.graded("data.condition_images", said, (is_shared, "hint", "", remedy), facts=facts))
     return found

@@ -58,6 +58,7 @@ def _report_duplicates(scan: ImageScan, duplicates: _Duplicates) -> list[Finding
 
 
 def _check_equal(scan: ImageScan, duplicates: _Duplicates) -> Finding:
+    """Check that no training image equals another to the pixel."""
     train = len(scan.prepared.train)
     equal = [inside for group in duplicates.equal if len(inside := group[group < train]) > 1]
     total = int(scan.in_train.sum())
@@ -72,6 +73,7 @@ def _check_equal(scan: ImageScan, duplicates: _Duplicates) -> Finding:
 
 
 def _check_near_duplicates(scan: ImageScan, duplicates: _Duplicates) -> Finding:
+    """Check that few training images look like copies of others, or nearly equal them."""
     train, total = len(scan.prepared.train), int(scan.in_train.sum())
     resaved, similar = (
         connected_groups(pairs[(pairs < train).all(1)]) for pairs in (duplicates.resaved, duplicates.similar)
@@ -96,6 +98,7 @@ def _check_near_duplicates(scan: ImageScan, duplicates: _Duplicates) -> Finding:
 
 
 def _check_leakage(scan: ImageScan, duplicates: _Duplicates) -> Finding:
+    """Check that no held-out image equals or nearly equals a training image."""
     train, held_out = len(scan.prepared.train), int((~scan.in_train).sum())
     # Rows of held-out images follow those of training images, so the ends of a sorted group show whether it has both.
     equal = [group for group in duplicates.equal if group[0] < train <= group[-1]]

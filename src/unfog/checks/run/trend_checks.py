@@ -121,6 +121,7 @@ def _check_loss(
 def _not_learning(
     record: RunRecord, relative: float, of_pixelwise: float, facts: dict[str, Any], figures: tuple[Figure, ...]
 ) -> Finding:
+    """run.not_learning: the loss after some hundred steps is still that of a network that predicts little."""
     evidence = (
         f"the loss is {relative:.2f} of the loss of predicting 0, and {of_pixelwise:.2f} of that of predicting "
         "each pixel by itself: the network has learned almost nothing"

@@ -154,6 +154,7 @@ def _check_optimizer(config: Config) -> Finding:
 
 
 def _check_clipping(config: Config) -> Finding:
+    """Check that the gradient is clipped."""
     clip = config.training.clip
     if clip == 0:
         said = "the gradient is not clipped, so one bad batch can ruin the weights"

@@ -74,8 +74,11 @@ class PretrainedFolder(NamedTuple):
         import transformers
 
         safely = {"local_files_only": True, "trust_remote_code": False}
-        bars = transformers.utils.logging.is_progress_bar_enabled()
-        transformers.utils.logging.disable_progress_bar()
+        # It draws bars, and lists the weights of a whole model that one half does not use.
+        logging = transformers.utils.logging
+        bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
         try:
             model, found = getattr(transformers, name).from_pretrained(
                 self.path, use_safetensors=True, output_loading_info=True, **safely
@@ -85,8 +88,9 @@ class PretrainedFolder(NamedTuple):
             reason = " ".join(str(error).split())[:200]
             raise self.refused(f"transformers cannot load it ({type(error).__name__}: {reason})") from error
         finally:
+            logging.set_verbosity(verbosity)
             if bars:
-                transformers.utils.logging.enable_progress_bar()
+                logging.enable_progress_bar()
         # transformers gives missing weights random values, with a warning alone.
         missing = sorted(key for key in found["missing_keys"] if not any(part in key for part in _SPARE))
         if missing:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +18,7 @@ from unfog.models.pretrained.folder import PretrainedFolder
 _CLASSES = {"clip": "CLIPModel", "siglip": "SiglipModel"}
 _TOWERS = {f"{kind}_{part}_model": part for kind in _CLASSES for part in ("text", "vision")}
 _LARGEST_SIDE = 1024  # pixels that a model reads
+_LARGEST_NUMBER = 1e6  # of a mean or a deviation of values from 0 to 1
 _AT_ONCE = 32  # images or texts
 # Mean and deviation of each channel of 0 to 1, as published, if the folder does not have them.
 _USUAL = {
@@ -125,9 +125,8 @@ def _three(value: Any, usual: tuple[float, ...]) -> tuple[float, ...] | None:
         return usual
     if not isinstance(value, list) or len(value) != 3:
         return None
-    if not all(isinstance(one, (int, float)) and math.isfinite(one) for one in value):
-        return None
-    return tuple(map(float, value))
+    fits = all(isinstance(one, (int, float)) and -_LARGEST_NUMBER < one < _LARGEST_NUMBER for one in value)
+    return tuple(map(float, value)) if fits else None
 
 
 def _unit(output: Any) -> Tensor:
