@@ -209,7 +209,9 @@ class CustomNetwork(CustomPart, NetworkSettings):
                 if format.columns:
                     hidden = network(torch.zeros(1, *shape), torch.ones(1), conditions.dropped())
         except Exception as error:
-            remedy = channels_remedy(lambda x: network(x, torch.ones(1), conditions), shape)
+            remedy = ""
+            if "mask" not in at:  # without a mask it took these channels
+                remedy = channels_remedy(lambda x: network(x, torch.ones(1), conditions), shape)
             if isinstance(error, KeyError | AttributeError | TypeError):  # perhaps of a condition that is missing
                 names = ", ".join([*["label"] * bool(format.classes), *(one.name for one in format.columns)])
                 remedy += f". The conditions of the images are: {names or 'none'}"
