@@ -82,7 +82,7 @@ def test_cells_without_a_value_are_not_known():
         ([f"caption {i}" for i in range(12)], "12 different values"),
         (NAMES, "names of files"),
         ([name[:2] + "x" for name in NAMES], "12 different"),
-        (cycle([1], [[2]]), "cannot be the name"),
+        (cycle([1], [[2]]), "--condition age=FILE"),
         (cycle(*[list(range(600)), list(range(1, 601))]), "1 to 512"),
     ],
 )

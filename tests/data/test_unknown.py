@@ -34,7 +34,8 @@ from unfog.models.settings import DdpmPytorch
 from unfog.pipeline.pack import pack
 from unfog.process.run_folder import RunFolder
 from unfog.values import value_maps
-from unfog.values.image_format import StoredValues
+from unfog.values.colour_map import colour_table
+from unfog.values.image_format import ImageFormat, StoredValues
 from unfog.values.unknown import mask_from_text, mask_to_text
 
 RNG = np.random.default_rng(1)
@@ -84,6 +85,19 @@ def test_samples_have_the_number_and_views_are_black():
     assert stored.tolist() == [[[5.0, -9999.0]]]
     assert values.to_model(stored)[0, 0].isnan().tolist() == [False, True]
     assert values.to_bytes(stored.numpy()).tolist() == [[[128, 0]]]
+
+
+def test_unknown_values_have_a_colour_that_no_map_has():
+    values = StoredValues("float32", 0.0, 10.0, unknown="-9999")
+    format = ImageFormat(1, 4, 4, values)
+    picture = np.arange(16, dtype=np.float32).reshape(1, 4, 4, 1) % 11
+    whole = format.view(picture, [0], "viridis")
+    picture[0, 2, 1:3] = -9999
+    shown = format.view(picture, [0], "viridis")
+    unknown = picture[..., 0] == -9999
+    assert np.array_equal(shown[~unknown], whole[~unknown])
+    assert {tuple(one) for one in shown[unknown].tolist()} == {(236,) * 3, (200,) * 3}
+    assert not {(236,) * 3, (200,) * 3} & {tuple(one) for one in colour_table("viridis").tolist()}
 
 
 @pytest.mark.parametrize("kind", ["linear", "minmax", "percentile:5", "standard", "arcsinh"])
@@ -172,6 +186,11 @@ def test_nan_without_the_setting_is_named_with_the_way_on(tmp_path):
         report = prepare(open_source(saved(tmp_path, values)), Data()).report
         assert [file.name for file in report.skipped] == ["00000007"]
         assert "--data.unknown nan" in report.line()
+    values[:] = math.nan
+    with pytest.raises(RequestError, match=r"--data.unknown nan.*; give that setting, or replace them"):
+        prepare(open_source(saved(tmp_path, values, "none.npy")), Data())
+    values[:] = 1.0
+    values[7, 3, 3] = math.nan
     with pytest.raises(RequestError, match=r"(?s)images 7 of.*NaN.*'unknown': 'nan'"):
         unfog.train(values, out=tmp_path / "run", **TINY)
     infinite = FIELDS.copy()

@@ -124,6 +124,8 @@ def test_draws_are_of_any_class_unless_one_is_asked_for():
     problem = {"measure": evens, "observed": Y}
     assert run.prepare(2, **problem).generation.given == ()
     assert run.prepare(2, label=0, **problem).generation.given == (("class", (0,)),)
+    with pytest.raises(RequestError, match="class has 2 values, and measure draws one posterior"):
+        run.prepare(2, label=(0, 1), **problem)
     one, other = (run.sample(1, steps=3, label=label, **problem) for label in ((), 0))
     assert not np.array_equal(one, other)
 

@@ -11,7 +11,15 @@ from PIL import Image
 
 from unfog.reporting.charts import _POINTS, _Axis, line_chart  # axes of any range
 from unfog.reporting.findings import Finding, write_findings
-from unfog.reporting.image_grids import encode_png, grid, labelled_strip, png_data_uri, printable_name, save_png
+from unfog.reporting.image_grids import (
+    encode_png,
+    grid,
+    labelled_strip,
+    png_data_uri,
+    printable_name,
+    save_png,
+    with_column_captions,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -88,6 +96,17 @@ def test_strip_lines_levels_up_under_their_captions(images):
             assert (sheet[:top, x : x + 48] < 200).any()  # its caption
     with pytest.raises(ValueError, match="captions"):
         labelled_strip({"x_t": images[:3]}, ["one"])
+
+
+def test_captions_of_columns_that_are_too_wide_are_in_lines(images):
+    short, cut = (with_column_captions(grid(images[:2], 2, 4), names, 48) for names in (["a", "b"], ["mask=0", "b"]))
+    assert short.shape == cut.shape
+    long = with_column_captions(grid(images[:2], 2, 4), ["mask=00000000 temp=2", "b"], 48)
+    above = long.shape[0] - short.shape[0]
+    assert above == short.shape[0] - grid(images[:2], 2, 4).shape[0]  # one line more
+    assert np.array_equal(long[above:, 52:], short[:, 52:])  # a short caption is next to its images
+    alone = with_column_captions(grid(images[:2], 2, 4), ["temp=2", "b"], 48)
+    assert np.array_equal(long[above:, :48], alone[:, :48])
 
 
 @pytest.mark.parametrize("bad", [np.zeros((2, 4, 4, 3), np.float32), np.zeros((0, 4, 4, 3), np.uint8)])

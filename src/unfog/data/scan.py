@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.bit_depth import Ranges
+from unfog.data.bit_depth import UNKNOWN_REMEDY, Ranges
 from unfog.data.columns.conditions import with_conditions
 from unfog.data.columns.second_source import SecondSource, combined_stamp, pair_sources, second_columns
 from unfog.data.data_report import DataReport, SkippedFile
@@ -421,8 +421,10 @@ class DecodeResult:
         used, source = statistics.used, scan.source
         if not used.any():
             counted = ", ".join(f"{n:,} {why}" for why, n in Counter(statistics.reasons.values()).most_common(3))
+            named = any(UNKNOWN_REMEDY in why for why in statistics.reasons.values())  # data.unknown, for NaN
+            remedy = "give that setting, or replace them" if named else "replace them"
             raise NoUsableImageError(
-                f"none of the {len(used):,} images in {source.name} can be used: {counted}; replace them"
+                f"none of the {len(used):,} images in {source.name} can be used: {counted}; {remedy}"
             )
         rows, records = order[used], statistics.records[used]
         columns = rows_of(scan.all_columns, rows)

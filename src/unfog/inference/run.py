@@ -131,6 +131,16 @@ def _of_posterior(request: SamplingRequest, guide: Guide | None, image: ImageInp
     return replace(request, guidance=1.0, precision=precision)
 
 
+def _check_one_posterior(generation: GenerationSettings) -> None:
+    """Raise RequestError if samples of a posterior have different conditions: their mean would be of several."""
+    name, values = next(((name, values) for name, values in generation.given if len(values) > 1), ("", ()))
+    if name and generation.count > 1:
+        raise RequestError(
+            f"{name} has {len(values)} values, and measure draws one posterior, so all samples have the same "
+            f"conditions; give one value of {name}"
+        )
+
+
 class _Sampled(NamedTuple):
     """The conditions of samples, and what says how many these are."""
 
@@ -320,6 +330,8 @@ class Run(LoadedRun):
             shared=1 if told.cells is None else told.n,
             to_seed=request.to_seed,
         ).resolved(self.config, self.device)
+        if measurement is not None:
+            _check_one_posterior(generation)
         away = ((conditions.text.name, (negative,)),) if negative and conditions.text else ()
         for concern in [*conditions.concerns((*generation.given, *away)), *self._untold(generation)]:
             warn(concern)

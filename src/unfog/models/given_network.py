@@ -109,6 +109,10 @@ class GivenNetwork(CustomNetwork):
         try:
             with torch.enable_grad():
                 found = network(torch.zeros(2, *shape), torch.tensor([0.5, 999.0]), conditions)
+                if format.mask_channels:  # images have a mask in training; complete samples, as before, have none
+                    said += ", with a mask `known`"
+                    masked = conditions._replace(known=torch.ones(2, *shape))
+                    network(torch.zeros(2, *shape), torch.tensor([0.5, 999.0]), masked)
         except Exception as error:  # anything may go wrong in other people's code
             hint = channels_remedy(lambda x: network(x, torch.tensor([0.5]), conditions.rows(slice(1))), shape)
             if classes and not hint:

@@ -198,14 +198,25 @@ class CustomNetwork(CustomPart, NetworkSettings):
         from torch._subclasses.fake_tensor import FakeTensor
 
         expected, conditions = (1, out_channels, *shape[1:]), format.blank(1)
+        at = f"for an image of shape {shape}"
         try:
             with torch.no_grad():
                 found = tuple(network(torch.zeros(1, *shape), torch.ones(1), conditions).shape)
+                if format.mask_channels:  # images have a mask in training; complete samples, as before, have none
+                    at += " with a mask of its known values"
+                    masked = conditions._replace(known=torch.ones(1, *shape))
+                    network(torch.zeros(1, *shape), torch.ones(1), masked)
                 if format.columns:
                     hidden = network(torch.zeros(1, *shape), torch.ones(1), conditions.dropped())
         except Exception as error:
-            remedy = channels_remedy(lambda x: network(x, torch.ones(1), conditions), shape)
-            raise RequestError(f"{self.path} fails for an image of shape {shape}: {error}{remedy}") from error
+            remedy = ""
+            if "mask" not in at:  # without a mask it took these channels
+                remedy = channels_remedy(lambda x: network(x, torch.ones(1), conditions), shape)
+            if isinstance(error, KeyError | AttributeError | TypeError):  # perhaps of a condition that is missing
+                names = ", ".join([*["label"] * bool(format.classes), *(one.name for one in format.columns)])
+                remedy += f". The conditions of the images are: {names or 'none'}"
+            what = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else error
+            raise RequestError(f"{self.path} fails {at}: {what}{remedy}") from error
         if found != expected:
             raise RequestError(f"{self.path} returns shape {found}, but must return {expected}")
         if format.columns and not isinstance(hidden, FakeTensor) and not bool(hidden.isfinite().all()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -13,15 +12,14 @@ from unfog.config.schema import Config
 from unfog.pipeline.generate import with_legend
 from unfog.reporting.image_grids import Pixels, captioned_groups
 from unfog.text import sanitize
-from unfog.values.colour_map import category_colours
+from unfog.values.colour_map import category_colours, checkers
 from unfog.values.condition_format import Given
 from unfog.values.condition_kinds import ColumnFacts
-from unfog.values.image_format import to_rgb
+from unfog.values.image_format import colour_channels, to_rgb
 from unfog.values.kinds.image_kinds import IMAGE_KINDS, image_columns
 
 SAMPLE, TRUTH = "drawn", "true"
 """Captions of a sample, and of the image whose conditions it has."""
-_LIGHT, _DARK = 236, 200  # of the squares that stand for what is not known
 
 
 def conditions_sheet(config: Config, given: Given, samples: NDArray[np.uint8], truth: Pixels) -> Pixels:
@@ -65,7 +63,7 @@ def _picture(config: Config, facts: ColumnFacts, values: NDArray[np.float32]) ->
         shown = config.view(config.image_format.to_pictures(x0))
     else:
         shown = _PICTURES[facts.kind](facts, values)
-    return np.where(known[..., None], shown, _squares(*values.shape[2:])[..., None])
+    return np.where(known[..., None], shown, checkers(*values.shape[2:])[..., None])
 
 
 def _of_mask(facts: ColumnFacts, values: NDArray[np.float32]) -> Pixels:
@@ -80,13 +78,7 @@ def _of_second(facts: ColumnFacts, values: NDArray[np.float32]) -> Pixels:
         np.array(each)[:, None, None] for each in (facts.statistics[3:][:channels], facts.statistics[-channels:])
     )
     shown = ((values - low) / (high - low) * 255).round().clip(0, 255).astype(np.uint8).transpose(0, 2, 3, 1)
-    return to_rgb(np.ascontiguousarray(shown[..., : 3 if channels >= 3 else 1]))
+    return to_rgb(np.ascontiguousarray(shown[..., : colour_channels(channels > 2)]))
 
 
 _PICTURES: Mapping[str, Callable[[ColumnFacts, NDArray[np.float32]], Pixels]] = {"mask": _of_mask, "image": _of_second}
-
-
-def _squares(height: int, width: int) -> NDArray[np.uint8]:
-    side = max(1, math.ceil(max(height, width) / 16))
-    odd = (np.arange(height)[:, None] // side + np.arange(width) // side) % 2
-    return np.where(odd, _DARK, _LIGHT).astype(np.uint8)

@@ -101,18 +101,21 @@ def labelled_strip(
 
 
 def with_column_captions(body: Pixels, captions: Sequence[str], cell: int, gap: int = GAP) -> Pixels:
-    """Return a grid, uint8 [H, W, 3], below a line with a caption for each of its columns, `cell` pixels wide."""
+    """Return a grid, uint8 [H, W, 3], below captions of its columns, in lines of `cell` pixels, four at most."""
     return np.concatenate([_column_captions(captions, cell, body.shape[1], gap), body])
 
 
 def _column_captions(captions: Sequence[str], cell: int, width: int, gap: int = GAP) -> Pixels:
-    """Return a line with a caption for each of the columns at the right, uint8 [H, width, 3]."""
+    """Return lines with a caption for each of the columns at the right, uint8 [H, width, 3]."""
     offset = width - len(captions) * (cell + gap) + gap
-    head = Image.fromarray(_paper(_LINE, width))
+    lines = [_wrapped(caption, cell) for caption in captions]
+    most = max(map(len, lines))
+    head = Image.fromarray(_paper(_LINE * max(1, most), width))
     draw = ImageDraw.Draw(head)
-    for column, caption in enumerate(captions):
+    for column, parts in enumerate(lines):
         centre = offset + column * (cell + gap) + cell / 2
-        draw.text((centre, head.height / 2), _fitted(caption, cell), (_INK,) * 3, _font(), anchor="mm")
+        for i, line in enumerate(parts, most - len(parts)):  # the last line is next to the images
+            draw.text((centre, (i + 0.5) * _LINE), line, (_INK,) * 3, _font(), anchor="mm")
     return np.asarray(head)
 
 
@@ -151,7 +154,8 @@ def captioned_groups(parts: Mapping[str, Pixels], captions: Sequence[str]) -> Pi
         made = [np.concatenate([groups[i], _caption_lines(lines[i], most, width)]) for i in row]
         gap = _paper(len(made[0]), _BETWEEN)
         rows.append(np.concatenate([part for one in made for part in (one, gap)][:-1], 1))
-    heads = [_column_captions(names, cell, width), _paper(_LINE, _BETWEEN)] * across
+    head = _column_captions(names, cell, width)
+    heads = [head, _paper(len(head), _BETWEEN)] * across
     return np.concatenate([np.concatenate(heads[:-1], 1), stack(rows)])
 
 

@@ -1,8 +1,12 @@
-"""Colours: maps for the view of one channel, grey and viridis of Smith, van der Walt and Firing; labels of masks."""
+"""Colours: maps for the view of one channel, grey and viridis of Smith, van der Walt and Firing; labels of masks.
+
+Also the squares that stand for what is not known.
+"""
 
 from __future__ import annotations
 
 import colorsys
+import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -35,6 +39,18 @@ def colour_table(name: str) -> NDArray[np.uint8]:
     colours = np.array([[*bytes.fromhex(colour)] for colour in anchors_of(name)], np.float64)
     places = np.linspace(0, 255, len(colours))
     return np.stack([np.interp(levels, places, part) for part in colours.T], axis=1).round().astype(np.uint8)
+
+
+_LIGHT, _DARK = 236, 200
+
+
+def checkers(height: int, width: int) -> NDArray[np.uint8]:
+    """Return grey squares, uint8 [height, width], that stand for what is not known: 16 along the longer side."""
+    import numpy as np
+
+    side = max(1, math.ceil(max(height, width) / 16))
+    odd = (np.arange(height)[:, None] // side + np.arange(width) // side) % 2
+    return np.where(odd, _DARK, _LIGHT).astype(np.uint8)
 
 
 _COLOUR = re.compile("#[0-9a-f]{6}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unfog.errors import RequestError
 from unfog.values import value_maps
-from unfog.values.colour_map import COLOUR_MAPS, GREY, colour_table
+from unfog.values.colour_map import COLOUR_MAPS, GREY, checkers, colour_table
 from unfog.values.unknown import NAN, NONE, filler_of, neighbour_of
 from unfog.values.value_maps import ChannelMap
 
@@ -206,6 +206,14 @@ class StoredValues:
         shown: NDArray[np.uint8] = ((x0 + 1) * 127.5).round().clamp(0, 255).byte().numpy()
         return shown
 
+    def checkered(self, shown: NDArray[np.uint8], stored: NDArray[Any]) -> NDArray[np.uint8]:
+        """Return pictures uint8 [N, H, W, 3] of a channel, stored [N, 1, H, W], with checkers at its unknown values."""
+        import numpy as np
+        import torch
+
+        unknown = self.to_model(torch.from_numpy(np.array(stored)))[:, 0].isnan().numpy()
+        return np.where(unknown[..., None], checkers(*shown.shape[1:3])[..., None], shown)
+
     def levels(self) -> NDArray[np.float64]:
         """Return the model values of the 256 levels of `to_bytes`, in order."""
         import numpy as np
@@ -332,15 +340,18 @@ class ImageFormat:
         """Return pictures uint8 [N, H, W, 3] of stored images [N, H, W, C].
 
         `channels` are one channel to show in a colour map, or three to show as red, green and blue; () shows the first
-        three, or the first one. RequestError for other channels.
+        three, or the first one. Unknown values are black in grey and in red, green and blue, and checkered in other
+        colour maps, whose lowest value is not black. RequestError for other channels.
         """
         if self.is_picture and not channels:
             return to_rgb(pictures)
         chosen = self.shown(channels)
         values = replace(self.values, maps=tuple(self.values.maps[i] for i in chosen)) if self.values.maps else None
-        planes = (values or self.values).to_bytes(pictures[..., chosen].transpose(0, 3, 1, 2))
+        values, stored = values or self.values, pictures[..., chosen].transpose(0, 3, 1, 2)
+        planes = values.to_bytes(stored)
         if colours != GREY:
-            return colour_table(colours)[planes[:, 0]]
+            shown = colour_table(colours)[planes[:, 0]]
+            return shown if values.filler is None else values.checkered(shown, stored)
         return to_rgb(planes.transpose(0, 2, 3, 1))
 
     def planes(self, pictures: NDArray[Any]) -> NDArray[np.uint8]:
