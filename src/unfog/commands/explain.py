@@ -142,8 +142,9 @@ def _row(title: str, text: str) -> list[str]:
         f"  {title:{_INDENT - 2}}{'' if len(title) < _INDENT - 2 else ' '}{text}",
         _WIDTH,
         subsequent_indent=" " * _INDENT,
-        # A flag that is broken at its dash can no longer be copied.
+        # A flag that is broken at its dash, or a path, can no longer be copied.
         break_on_hyphens=False,
+        break_long_words=False,
     )
 
 
@@ -151,14 +152,22 @@ def _defaults(each: Description) -> str:
     """Return the default, and those of other presets that differ."""
     values = {name: each.default(make()) or "nothing" for name, make in PRESETS.items()}
     usual = values.pop("default")
+    if usual == _stored_auto(each):
+        usual = f"{AUTO}, written as {usual}"
     others = "".join(f"; {value} with --preset {name}" for name, value in values.items() if value != usual)
     return usual + others
 
 
 def _automatic(each: Description) -> str:
-    """Return the value that the word "auto" stands for; "" if there is no such value, or it is empty."""
+    """Return what the word "auto" does if a value stands for it; "" else."""
+    value = _stored_auto(each)
+    return f"the same as {value}, which lets Unfog choose" if value else ""
+
+
+def _stored_auto(each: Description) -> str:
+    """Return the value that the word "auto" is stored as; "" if there is no such value, or it is empty."""
     value = each.rules.auto
-    return "" if value in (NO_AUTO, AUTO, None, ()) else f"the same as {format_value(value)}"
+    return "" if value in (NO_AUTO, AUTO, None, ()) else format_value(value)
 
 
 def _resume_rule(each: Description) -> str:
