@@ -9,9 +9,9 @@ from unfog.checks.settings.length_checks import (  # numbers of all sizes, few o
     COMMON_LENGTHS,
     MILESTONES,
     PUBLISHED_RUNS,
-    format_images,
     _milestones,
     check_length,
+    format_images,
     training_length_guide,
 )
 from unfog.config.presets import preset

@@ -150,12 +150,13 @@ def _row(title: str, text: str) -> list[str]:
 
 def _defaults(each: Description) -> str:
     """Return the default, and those of other presets that differ."""
+    stored = _stored_auto(each)
     values = {name: each.default(make()) or "nothing" for name, make in PRESETS.items()}
+    values = {name: AUTO if value == stored else value for name, value in values.items()}
     usual = values.pop("default")
-    if usual == _stored_auto(each):
-        usual = f"{AUTO}, written as {usual}"
+    written = f", written as {stored}" if stored and usual == AUTO else ""
     others = "".join(f"; {value} with --preset {name}" for name, value in values.items() if value != usual)
-    return usual + others
+    return usual + written + others
 
 
 def _automatic(each: Description) -> str:
