@@ -284,12 +284,24 @@ CONCEPTS = {
     "memory": "unfog plan", "duration": "unfog plan", "scaling with the batch": "square root",
     "T=1000": "linear:steps=1000", "scaling to [-1, 1]": "automatically", "sample in fp32": "--precision fp32",
     "wandb": "--log.sinks", "webdataset": "SOURCE", "num_workers": "threads", "multi-GPU": "torchrun",
+    "finder": "find-lr", "epoch": "--images", "mode collapse": "--guidance 1", "HEIC": "JPEG",
+    "square": "--aspect keep", "privacy": "images stay on this machine", "upload": "a connection is opened only if",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("concept", CONCEPTS)
 def test_concepts_of_a_tutorial_are_explained(concept):
     assert CONCEPTS[concept] in " ".join(explain(concept).split())
+
+
+MISSPELLED = {"mode colapse": "mode-collapse", "Privcy": "privacy", "hiec": "heic", "--min_snrr": "min-snr"}
+
+
+@pytest.mark.parametrize("word", MISSPELLED)
+def test_near_words_of_a_misspelled_one_can_be_explained(said, word):
+    near = said("explain", "--", word, status=2).rpartition("did you mean ")[2].strip().removesuffix("?").split(" or ")
+    assert MISSPELLED[word] in near
+    assert all(explain(one) for one in near)
 
 
 def test_advice_names_commands_flags_and_pages_that_exist():

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from unfog.config.aliases import USUAL, Advice, advice_on, advice_within, current_name
+from unfog.config.aliases import ADVICE, USUAL, Advice, advice_on, advice_within, current_name
 from unfog.config.describe import Description, describe, field_texts, format_value
 from unfog.config.presets import PRESETS
 from unfog.config.requests.explain import ExplainRequest
@@ -23,6 +23,7 @@ from unfog.text import manual
 
 _WIDTH = 100
 _INDENT = 14
+_LONGEST = 40  # characters that are compared with known words, as the time is their square
 _ON_RESUME = {
     "free": "can change",
     "force": "can change with --force, which makes it another run",
@@ -53,11 +54,17 @@ def explain(name: str) -> str:
     if not blocks and (advice := advice_within(name)) is not None:
         blocks = [*_explain_advice(name, advice, settings)]
     if not blocks:
-        known = {flag for each in settings for flag in each.flags} | {each.path[0] for each in settings}
-        close = difflib.get_close_matches(name.lstrip("-"), known, n=1)
-        hint = f"did you mean {close[0]}?" if close else "`unfog explain` lists the sections"
-        raise RequestError(f"{quote(name)} is not a setting; {hint}")
+        close = _near_words(name, settings)
+        hint = f"did you mean {' or '.join(close)}?" if close else "`unfog explain` lists the sections"
+        raise RequestError(f"{quote(name)} is not a setting or a known word; {hint}")
     return "\n".join(blocks)
+
+
+def _near_words(name: str, settings: Sequence[Description]) -> list[str]:
+    """Return at most three words that are spelled like this one and can be explained, nearest first."""
+    known = {word for each in settings for word in (*each.flags, each.path[0], *each.choices)} | {*ADVICE, *USUAL}
+    spelled = re.sub(r"[_ ]", "-", name.lstrip("-").lower())[:_LONGEST]
+    return difflib.get_close_matches(spelled, {word.replace("_", "-") for word in known}, n=3, cutoff=0.7)
 
 
 def _blocks(name: str, settings: Sequence[Description]) -> list[str]:

@@ -266,6 +266,23 @@ _NOISE_OFFSET = Advice(
 _CUDNN = Advice(
     "kernels are not chosen by their time; --training.deterministic off allows it", ("training.deterministic",)
 )
+_COLLAPSE = Advice(
+    "samples that all look alike come from strong guidance or from few images: unfog sample RUN --guidance 1 --guide "
+    "none draws without it, and unfog evaluate RUN searches for copies; unfog docs fix-it lists symptoms and remedies"
+)
+_HEIC = Advice(
+    "HEIC, which iPhones write, is skipped and reported: convert it to JPEG or PNG first, or set the phone to JPEG "
+    "(Settings, Camera, Formats, Most Compatible)"
+)
+_SHAPE = Advice(
+    "images need not be square: without --size the shape of three quarters of them is kept, such as 3:2; --size 96x64 "
+    "gives one, --size 64 crops to squares, and --aspect keep trains several shapes",
+    ("data.size", "data.aspect"),
+)
+_PRIVACY = Advice(
+    "images stay on this machine: a connection is opened only if you name a URL, a tracker or the Hub; the folder of a "
+    "run and doctor/ show images and their names, so share neither if they are private"
+)
 _DESCRIPTION = Advice("give the folder of the run by --out, as in --out runs/first-try")
 _EMA = Advice("an EMA is always kept, and samples use it; --ema fixed:decay_max=0.9999 sets its decay", ("ema",))
 _COMPILE = Advice("give --compile: slow to start, faster after that on a GPU", ("training.compile",))
@@ -296,11 +313,11 @@ ADVICE = {
     **dict.fromkeys(("num_workers", "workers", "dataloader_num_workers"), _WORKERS),
     **dict.fromkeys(("min_snr", "min_snr_gamma", "snr_gamma"), _MIN_SNR),
     **dict.fromkeys(("fid", "kid", "calculate_fid", "num_fid_samples"), _FID),
-    **dict.fromkeys(EPOCHS, _EPOCHS),
+    **dict.fromkeys((*EPOCHS, "epoch"), _EPOCHS),
     **dict.fromkeys(("nan", "inf", "not_finite"), _NAN),
     **dict.fromkeys(("resume", "resume_from", "resume_from_checkpoint"), _RESUME),
     **dict.fromkeys(("cfg", "classifier_free_guidance"), _GUIDANCE),
-    **dict.fromkeys(("lr_finder", "lr_find", "find_lr", "learning_rate_finder", "lr_range_test"), _FIND_LR),
+    **dict.fromkeys(("finder", "lr_finder", "lr_find", "find_lr", "learning_rate_finder", "lr_range_test"), _FIND_LR),
     **dict.fromkeys(
         ("linear_scaling", "scale_lr", "linear_scaling_rule", "scaling_with_the_batch", "batch_and_lr"), _LR_SCALING
     ),
@@ -372,6 +389,10 @@ ADVICE = {
     **dict.fromkeys(("torch_compile", "use_compile"), _COMPILE),
     "config_file": _CONFIG_FILE,
     **dict.fromkeys(("blurry", "noisy", "grey", "grey_images", "bad_samples", "poor_samples"), _POOR),
+    **dict.fromkeys(("mode_collapse", "collapse", "all_alike"), _COLLAPSE),
+    **dict.fromkeys(("heic", "heif", "iphone"), _HEIC),
+    **dict.fromkeys(("square", "squares", "aspect_ratio", "landscape", "portrait"), _SHAPE),
+    **dict.fromkeys(("privacy", "private", "upload", "uploaded", "telemetry"), _PRIVACY),
     **dict.fromkeys(("error_by_timestep", "loss_by_timestep", "noise_prediction_error"), _BY_LEVEL),
     **dict.fromkeys(("strip", "denoising_strip", "denoising"), _STRIP),
     **dict.fromkeys(("oom", "out_of_memory", "memory", "gpu_memory", "vram"), _MEMORY),
