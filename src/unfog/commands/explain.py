@@ -167,7 +167,7 @@ def _defaults(each: Description) -> str:
 
 
 def _automatic(each: Description) -> str:
-    """Return what the word "auto" does if a value stands for it; "" else."""
+    """Describe the word "auto" by the value that stands for it; "" if there is no such value, or it is empty."""
     value = _stored_auto(each)
     return f"the same as {value}, which lets Unfog choose" if value else ""
 

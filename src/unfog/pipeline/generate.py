@@ -344,7 +344,7 @@ def with_legend(picture: Pixels, config: Config) -> Pixels:
     )
 
 
-_MOST_NAMED = 100  # samples with a caption each; a sheet of more is a wall of text
+_MOST_NAMED = 100  # samples that may have a caption each; more captions are too many to read
 _GOLDEN = (5**0.5 - 1) / 2
 
 

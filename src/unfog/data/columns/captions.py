@@ -121,7 +121,7 @@ def caption_files(source: Source, warn: Callable[[str], None]) -> list[bytes | N
 def without_captions(ignored: Mapping[str, int], cells: Mapping[str, Sequence[Any]]) -> Mapping[str, int]:
     """Return `Source.ignored` with the text files that these cells were read from counted as captions."""
     read = sum(isinstance(cell, bytes) for each in cells.values() for cell in each)
-    # Members of shards are no files of their own, and are not counted.
+    # Captions inside shards are not among the files that were counted.
     if not (count := min(read, ignored.get(SUFFIX, 0))):
         return ignored
     return Counter(ignored) - Counter({SUFFIX: count}) + Counter({CAPTION_FILES: count})
