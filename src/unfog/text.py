@@ -91,7 +91,11 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 
 
 def manual(page: str) -> str:
-    """Return the path of a page of the documentation, such as docs/metrics.md, on this machine."""
-    package = Path(__file__).parent
-    # In the installed package, or in a checkout.
+    """Return the command that opens a page of the documentation, such as docs/metrics.md, or its path on this machine.
+
+    The path is of a package or checkout in which the site is not built.
+    """
+    package, name = Path(__file__).parent, page.removeprefix("docs/").removesuffix(".md")
+    if (package / "site" / name / "index.html").is_file():
+        return f"`unfog docs {name}`"
     return next((str(root / page) for root in (package, package.parents[1]) if (root / page).is_file()), page)

@@ -13,7 +13,10 @@ from PIL import Image
 
 from test_hostile_corpus import corpus  # noqa: F401
 from unfog.checks.images import image_scan
-from unfog.checks.images.dataset_checks import recommended_side
+from unfog.checks.images.dataset_checks import (  # shapes of all kinds, which no folder has to hold
+    _crop_less,
+    recommended_side,
+)
 from unfog.checks.images.image_checks import check_images, quick_check_images
 from unfog.checks.images.image_scan import ImageScan
 from unfog.config.schema import Config
@@ -26,6 +29,7 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.target import EdmF
 from unfog.reporting.findings import Finding, write_findings
 from unfog.values.columns import of_labels
+from unfog.values.image_format import ImageFormat
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/doctor/planted_faults.py"
 IN_MEMORY = Data(cache="memory")
@@ -247,6 +251,44 @@ def test_crop_is_measured_on_the_originals(clean: tuple[Path, Dataset]) -> None:
     assert facts["worst"] == pytest.approx(0.75)
     assert facts["mean"] == pytest.approx((399 * 0.25 + 0.75) / 400)
     assert facts["over_half"] == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "original", "first"),
+    [
+        (64, (600, 400), "give --size 96x64, which has the shape of most images; or give --aspect keep"),
+        (64, (400, 600), "give --size 64x96, which"),
+        ("96x64", (630, 410), "give --aspect keep, which trains on several shapes, or crop"),  # it has that shape
+    ],
+)
+def test_a_crop_of_images_of_one_shape_is_avoided_by_their_shape(
+    size: int | str, original: tuple[int, int], first: str
+) -> None:
+    format = ImageFormat.of(3, size)
+    assert f"{_crop_less(np.int32([original] * 9), format)}, or crop".startswith(first)
+    mixed = np.int32([(600, 400), (400, 600), (500, 500)] * 3)
+    assert _crop_less(mixed, ImageFormat.of(3, 64)).startswith("give --aspect keep")
+
+
+def test_captions_and_pictures_of_editors_are_told_apart_from_other_files(tmp_path: Path) -> None:
+    for i in range(6):
+        Image.new("L", (8, 8), 40 * i).save(tmp_path / f"{i}.png")
+        (tmp_path / f"{i}.txt").write_text(f"drawing number {i}")
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "0.psd").touch()
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    told = {
+        condition: by_code(
+            quick_check_images(
+                prepare(open_source(str(tmp_path)), replace(IN_MEMORY, condition=condition, size=8)), Config()
+            )
+        )["data.ledger"]
+        for condition in ("text", "")
+    }
+    assert "; 6 captions; 2 other files ignored (" in told["text"].evidence
+    assert "; 8 other files ignored (" in told[""].evidence
+    assert ".psd are read once they are saved as PNG" in told[""].evidence
+    assert told["text"].remedy.startswith("repair, convert or remove the image files that cannot be used")
 
 
 @pytest.mark.slow

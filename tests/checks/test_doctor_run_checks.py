@@ -43,7 +43,7 @@ from unfog.checks.run.trend_checks import (  # each check is given records that 
 )
 from unfog.config import resume_rules
 from unfog.config.presets import preset
-from unfog.config.schema import Config
+from unfog.config.schema import Config, Init
 from unfog.config.toml import update
 from unfog.config.validate import resolve_sampler
 from unfog.diffusion.diffusion import Diffusion
@@ -95,16 +95,24 @@ def test_the_fall_with_twice_the_images_is_that_of_the_power_law(tmp_path, expon
 
 
 def test_a_falling_loss_says_train_longer_and_what_to_expect(tmp_path):
-    record = a_record(tmp_path, lines(loss=noisy(lambda step: step**-0.2)))
+    rows = lines(2000, 40, loss=noisy(lambda step: step**-0.2))
+    record = a_record(tmp_path, rows, steps=2000)
     found = _check_loss(record, 0.3, 0.4)
     assert (found.code, found.severity) == ("run.loss", "hint")
-    assert f"unfog resume {tmp_path} --steps 2000" in found.remedy
-    assert float(found.remedy.rsplit(" ", 1)[1]) == pytest.approx(2000**-0.2, rel=0.02)
+    assert f"unfog resume {tmp_path} --steps 4000" in found.remedy
+    assert float(found.remedy.rsplit(" ", 1)[1]) == pytest.approx(4000**-0.2, rel=0.02)
     assert _check_loss(record, 0.3, 0.4, memorized=True).severity == "fine"
-    assert (
-        _check_loss(a_record(tmp_path, lines(loss=noisy(lambda step: step**-0.2)), steps=2000), 0.3, 0.4).severity
-        == "fine"
-    )
+    assert _check_loss(a_record(tmp_path, rows, steps=4000), 0.3, 0.4).severity == "fine"
+
+
+def test_a_run_too_short_for_recognisable_samples_is_told_the_length_and_no_forecast(tmp_path):
+    record = a_record(tmp_path, lines(310, 10, loss=noisy(lambda step: step**-0.2)), steps=310)
+    remedy = _check_loss(record, 0.3, 0.4).remedy
+    assert f"unfog resume {tmp_path} --steps 1563; 9,920 images are seen" in remedy
+    assert "50,000" in remedy
+    assert "expect" not in remedy
+    tuned = replace(record, config=replace(record.config, init=Init("runs/other")))
+    assert "--steps 620; expect" in _check_loss(tuned, 0.3, 0.4).remedy
 
 
 def test_a_loss_that_has_levelled_off_is_fine_and_a_rising_one_is_not(tmp_path):

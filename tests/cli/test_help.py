@@ -193,7 +193,7 @@ def test_explain_tells_all_that_a_field_holds(said):
         "optimizer.lr Peak learning rate",
         "--lr, --optimizer.lr NUMBER",
         "lr, below [optimizer]",
-        "default 0; 0.0002 with --preset ddpm",
+        "default auto, written as 0; 0.0002 with --preset ddpm",
         "at least 0; usual: 1e-4 to 3e-3",
         "on resume can change",
         "why 0.003 suits a million parameters",
@@ -206,6 +206,14 @@ def test_explain_tells_all_that_a_field_holds(said):
     assert "Karras et al. 2022, appendix F" in said("explain", "data.augment")
     assert said("explain", "held_out") == said("explain", "data.held-out")
     assert said("explain", "learning-rate") == said("explain", "lr")
+
+
+def test_explain_says_that_the_default_is_chosen_and_breaks_no_path(said, monkeypatch):
+    warmup = " ".join(said("explain", "warmup").split())
+    assert "default auto, written as 0 allowed" in warmup
+    path = f"/{'x' * 120}/page.md"
+    monkeypatch.setattr("unfog.commands.explain.manual", lambda page: path)
+    assert path in said("explain", "lr")
 
 
 @pytest.mark.slow

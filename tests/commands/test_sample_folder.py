@@ -20,6 +20,7 @@ from unfog.errors import RequestError
 from unfog.files.locks import lock_of
 from unfog.files.seals import seal_of
 from unfog.inference.run import Run
+from unfog.pipeline.generate import named_grid, sample_grid
 from unfog.pipeline.sample_folder import UNFINISHED, SampleFolder
 from unfog.process.machine_key import machine_key
 from unfog.process.run_folder import new_folder
@@ -200,3 +201,13 @@ def test_unfinished_samples_that_came_with_a_run_are_not_gone_on_with(run, tmp_p
     said = capsys.readouterr()
     assert "going on in" not in said.err
     assert all(np.asarray(Image.open(file)).min() < 255 for file in Path(said.out.strip()).glob("0*.png"))
+
+
+def test_samples_that_are_not_whole_cycles_have_their_names_below():
+    samples = np.full((3, 16, 16, 1), 128, np.uint8)
+    names = [f"class {k}" for k in range(10)]
+    named, plain = named_grid(samples, names), sample_grid(samples, names)
+    assert (named < 255).sum() > (plain < 255).sum()
+    assert not np.array_equal(named, named_grid(samples, names[::-1]))
+    for cycles, all_names in ((samples, names[:3]), (samples, ["one"]), (np.repeat(samples, 34, 0), names)):
+        assert np.array_equal(named_grid(cycles, all_names), sample_grid(cycles, all_names))

@@ -85,7 +85,16 @@ def test_prose_behind_a_command_is_noticed():
 def test_messages_name_pages_that_are_there():
     for path in (ROOT / "src").rglob("*.py"):
         for page in re.findall(r"manual\(\s*[\"']([^\"']+)", path.read_text("utf-8")):
-            assert Path(manual(page)).is_file(), (path, page)
+            assert (ROOT / page).is_file(), (path, page)
+
+
+def test_a_page_is_named_by_the_command_that_opens_it_where_the_site_is_built(tmp_path, monkeypatch):
+    monkeypatch.setattr("unfog.text.__file__", str(tmp_path / "text.py"))
+    assert manual("docs/metrics.md") == "docs/metrics.md"
+    site = tmp_path / "site/decisions/0007"
+    site.mkdir(parents=True)
+    (site / "index.html").touch()
+    assert manual("docs/decisions/0007.md") == "`unfog docs decisions/0007`"
 
 
 def test_the_description_on_an_index_of_packages_has_no_dead_link():

@@ -149,23 +149,33 @@ def _row(title: str, text: str) -> list[str]:
         f"  {title:{_INDENT - 2}}{'' if len(title) < _INDENT - 2 else ' '}{text}",
         _WIDTH,
         subsequent_indent=" " * _INDENT,
-        # A flag that is broken at its dash can no longer be copied.
+        # A flag that is broken at its dash, or a path, can no longer be copied.
         break_on_hyphens=False,
+        break_long_words=False,
     )
 
 
 def _defaults(each: Description) -> str:
     """Return the default, and those of other presets that differ."""
+    stored = _stored_auto(each)
     values = {name: each.default(make()) or "nothing" for name, make in PRESETS.items()}
+    values = {name: AUTO if value == stored else value for name, value in values.items()}
     usual = values.pop("default")
+    written = f", written as {stored}" if stored and usual == AUTO else ""
     others = "".join(f"; {value} with --preset {name}" for name, value in values.items() if value != usual)
-    return usual + others
+    return usual + written + others
 
 
 def _automatic(each: Description) -> str:
-    """Return the value that the word "auto" stands for; "" if there is no such value, or it is empty."""
+    """Describe the word "auto" by the value that stands for it; "" if there is no such value, or it is empty."""
+    value = _stored_auto(each)
+    return f"the same as {value}, which lets Unfog choose" if value else ""
+
+
+def _stored_auto(each: Description) -> str:
+    """Return the value that the word "auto" is stored as; "" if there is no such value, or it is empty."""
     value = each.rules.auto
-    return "" if value in (NO_AUTO, AUTO, None, ()) else f"the same as {format_value(value)}"
+    return "" if value in (NO_AUTO, AUTO, None, ()) else format_value(value)
 
 
 def _resume_rule(each: Description) -> str:

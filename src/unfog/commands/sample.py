@@ -249,7 +249,7 @@ def write_grid(
 
     The samples of an edit come after `edited`, its image and mask. `cells` are the captions of a grid of conditions.
     """
-    from unfog.pipeline.generate import sample_grid, with_legend
+    from unfog.pipeline.generate import named_grid, with_legend
 
     if folder.count > _MAX_IN_GRID:
         say(f"  grid.png shows the first {_MAX_IN_GRID:,} of {folder.count:,} samples")
@@ -257,7 +257,7 @@ def write_grid(
     if cells is not None:
         image = captioned_grid(first, cells.across, cells.down)
     else:
-        image = grid(np.concatenate([np.stack(edited), first])) if edited else sample_grid(first, folder.names)
+        image = grid(np.concatenate([np.stack(edited), first])) if edited else named_grid(first, folder.names)
     image = with_legend(image, config)
     said = (*folder.settings, *(cells.shared if cells else ()))
     captioned = with_caption(image, said) if said else image

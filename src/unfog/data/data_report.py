@@ -44,6 +44,12 @@ LEFT_OUT = {
     SECOND_NAME: ("second name of a folder", "second names of folders"),
 }
 
+# Key of `ignored` for files beside the images whose captions are read.
+CAPTION_FILES = "caption files"
+
+EDITORS_FILES = (".psd", ".psb", ".kra", ".xcf", ".clip")
+"""Suffixes of pictures in the format of an editor. They are ignored, as a picture saved from them is often beside."""
+
 # Those of ACTIONS that nearly every image needs; any other is worth a look.
 COMMON_ACTIONS = frozenset(["resized", "upscaled", "cropped"])
 
@@ -86,7 +92,8 @@ class DataReport:
     image was decoded yet."""
     skipped: tuple[SkippedFile, ...] = ()
     ignored: Mapping[str, int] = field(default_factory=dict)
-    """Number of files that are not images, by suffix, "hidden" or "without suffix"; and of what else is in LEFT_OUT."""
+    """Number of files that are not images, by suffix, "hidden" or "without suffix"; and of CAPTION_FILES and
+    what else is in LEFT_OUT."""
     known_counts: tuple[int, ...] = ()
     """`counts`, where it is known already."""
     read: bool = True
@@ -123,6 +130,16 @@ class DataReport:
             applied.update(dict.fromkeys(actions, images))
         # Plus leaves out the zeros.
         return dict(+applied)
+
+    @property
+    def captions(self) -> int:
+        """Number of files with captions that are read."""
+        return self.ignored.get(CAPTION_FILES, 0)
+
+    @property
+    def others(self) -> dict[str, int]:
+        """`ignored` without files that are read: captions."""
+        return {kind: count for kind, count in self.ignored.items() if kind != CAPTION_FILES}
 
     @property
     def has_deep_images(self) -> bool:
@@ -187,10 +204,12 @@ class DataReport:
             parts.append(f"{self.held_out:,} held out")
         if self.skipped:
             parts.append(f"{len(self.skipped):,} skipped ({self._skipped_by_reason()})")
+        if captions := self.captions:
+            parts.append(f"{captions:,} caption{'s' * (captions != 1)}")
         left_out = {kind: count for kind in LEFT_OUT if (count := self.ignored.get(kind, 0))}
         if left_out:
             parts.append(f"left out: {', '.join(f'{n:,} {LEFT_OUT[kind][n != 1]}' for kind, n in left_out.items())}")
-        if ignored := sum(self.ignored.values()) - sum(left_out.values()):
+        if ignored := sum(self.others.values()) - sum(left_out.values()):
             parts.append(f"{ignored:,} other file{'s' * (ignored != 1)} ignored")
         return "; ".join(parts)
 

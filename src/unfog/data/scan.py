@@ -319,7 +319,7 @@ def _choose_size(source: Source) -> Size:
     sizes = _sampled_sizes(source)
     if not sizes:
         return 32
-    (width, height), aspect = _common_sides(sizes), _common_aspect(sizes)
+    (width, height), aspect = _common_sides(sizes), common_aspect(sizes)
     square = width == height
     # Networks halve it twice.
     if max(width, height) <= 64 and min(width, height) >= 8 and width % 4 == height % 4 == 0 and (square or aspect):
@@ -327,12 +327,17 @@ def _choose_size(source: Source) -> Size:
     short = 64 if np.median([min(size) for size in sizes]) >= 64 else 32
     if not aspect:
         return short
-    step = short // 4  # of the long side, so that networks can halve it as often as the short one, or nearly
+    return size_of_aspect(short, aspect)
+
+
+def size_of_aspect(short: int, aspect: float) -> Size:
+    """Return a size with this short side, whose width over height is near to `aspect`, though at most _LONGEST / 4."""
+    step = max(1, short // 4)  # of the long side, so that networks can halve it as often as the short one, or nearly
     long = min(_LONGEST, round(short * max(aspect, 1 / aspect) / step)) * step
     return size_of(short, long) if aspect > 1 else size_of(long, short)
 
 
-def _common_aspect(sizes: Sequence[tuple[int, int]]) -> float:
+def common_aspect(sizes: Sequence[tuple[int, int]]) -> float:
     """Return width over height that most images have, within a few percent; 0 if they differ, or are nearly square."""
     aspects = np.log([width / height for width, height in sizes])
     middle = float(np.median(aspects))

@@ -188,7 +188,8 @@ def check_memorization(drawn: Pixels, matches: Pixels, search: Nearness) -> Find
         return Finding("run.memorised", "warning" if clearly_more else "hint", evidence, remedy, facts, figures)
     evidence = (
         f"no sign of copies: the nearest training image is at {facts['median_ratio']:.2f} of the distance of the next "
-        f"ones, and for {len(usual)} {what} at {facts['median_ratio_of_unseen']:.2f} ({searched:,} searched)"
+        f"ones (1: no nearer to one image than to others); {len(usual)} {what} are "
+        f"at {facts['median_ratio_of_unseen']:.2f}; copies would lie below {limit:.2g} ({searched:,} searched)"
     )
     evidence += "; copies that are moved around their edges are not found" * search.rolled
     return Finding("run.memorised", "fine", evidence, "", facts, figures)

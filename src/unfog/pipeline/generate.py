@@ -33,7 +33,7 @@ from unfog.diffusion.steps import PURE_NOISE, Watch
 from unfog.errors import RequestError
 from unfog.pipeline.latents import ImageMap
 from unfog.reporting.channel_sheets import encode_channels
-from unfog.reporting.image_grids import Pixels, captioned_grid, grid, with_bar, with_caption
+from unfog.reporting.image_grids import Pixels, captioned_grid, captioned_groups, grid, with_bar, with_caption
 from unfog.training.precision import DTYPES, default_memory_format, drawing_precision
 from unfog.training.settings import SamplingPrecision
 from unfog.values.colour_map import colour_table
@@ -296,6 +296,13 @@ def sample_grid(samples: Pixels, names: Sequence[str]) -> Pixels:
     return captioned_grid(samples, names) if _in_columns(samples, names) else grid(samples)
 
 
+def named_grid(samples: Pixels, names: Sequence[str]) -> Pixels:
+    """Return `sample_grid`; if names have no columns in it, up to 100 samples have theirs below them."""
+    if _in_columns(samples, names) or len(names) < 2 or len(samples) > _MOST_NAMED:
+        return sample_grid(samples, names)
+    return captioned_groups({"": samples}, [names[i % len(names)] for i in range(len(samples))])
+
+
 def _in_columns(samples: NDArray[Any], names: Sequence[str]) -> bool:
     return 1 < len(names) <= 20 and len(samples) % len(names) == 0
 
@@ -337,6 +344,7 @@ def with_legend(picture: Pixels, config: Config) -> Pixels:
     )
 
 
+_MOST_NAMED = 100  # samples that may have a caption each; more captions are too many to read
 _GOLDEN = (5**0.5 - 1) / 2
 
 

@@ -138,8 +138,8 @@ def captioned_groups(parts: Mapping[str, Pixels], captions: Sequence[str]) -> Pi
     """Return pictures that belong together side by side, each group above its caption, in a layout near to a square.
 
     `parts`: name -> uint8 [N, H, W] or [N, H, W, C], all of one shape; the i-th of each are a group. The names stand
-    above the first row. `captions`: N texts, in at most four lines of the width of a group each, or "". Returns uint8
-    [H', W', 3].
+    above the first row, unless all are "". `captions`: N texts, in at most four lines of the width of a group each,
+    or "". Returns uint8 [H', W', 3].
     """
     names = list(parts)
     images, count = [_enlarged(_rgb(part), None) for part in parts.values()], len(captions)
@@ -154,6 +154,8 @@ def captioned_groups(parts: Mapping[str, Pixels], captions: Sequence[str]) -> Pi
         made = [np.concatenate([groups[i], _caption_lines(lines[i], most, width)]) for i in row]
         gap = _paper(len(made[0]), _BETWEEN)
         rows.append(np.concatenate([part for one in made for part in (one, gap)][:-1], 1))
+    if not any(names):
+        return stack(rows)
     head = _column_captions(names, cell, width)
     heads = [head, _paper(len(head), _BETWEEN)] * across
     return np.concatenate([np.concatenate(heads[:-1], 1), stack(rows)])

@@ -52,6 +52,8 @@ from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 from unfog.training.statistics import Stopwatch
 
+_NOTABLE_CHANGE = 0.2  # of the length of a run with a time budget, from which on it is printed
+
 
 @cache
 def _say_that_threads_spin() -> None:
@@ -476,7 +478,8 @@ class Session(StoppableHooks):
         self._record_plan(plan, seconds_per_step=self.budget.step_seconds, reason=why)
         self.recorder.set_total(plan.steps)
         self.context.heartbeat.steps = plan.steps
-        if abs(plan.steps - (self._said_steps or before.steps)) > 0.1 * plan.steps:
+        said = self._said_steps or before.steps
+        if abs(plan.steps - said) > _NOTABLE_CHANGE * said:
             self._said_steps = plan.steps
             say(f"  {plural(plan.steps, 'step')} in all from here on: {why}")
         if plan.stretch != before.stretch:

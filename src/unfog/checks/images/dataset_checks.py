@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from unfog.checks.images.image_scan import MOST_NAMES, ImageScan, Indices, evenly_spread_rows, unusable_files
 from unfog.config.schema import Config
 from unfog.data.buckets.sizes import cropped_away, nearest_bucket
-from unfog.data.data_report import ACTIONS, COMMON_ACTIONS
+from unfog.data.data_report import ACTIONS, COMMON_ACTIONS, EDITORS_FILES
 from unfog.data.dataset import ImageSet
+from unfog.data.scan import common_aspect, size_of_aspect
 from unfog.data.sources.labels import SPLITS
 from unfog.reporting.charts import bar_chart, histogram
 from unfog.reporting.findings import Figure, Finding, Severity, format_percent, format_share, list_names
@@ -75,7 +76,7 @@ def _check_count(scan: ImageScan) -> Finding:
 def _check_skipped_files(scan: ImageScan) -> Finding:
     """List the files that could not be decoded, by reason."""
     report = scan.prepared.report
-    skipped, ignored = unusable_files(scan.prepared), sum(report.ignored.values())
+    skipped, ignored = unusable_files(scan.prepared), sum(report.others.values())
     facts = {
         "found": report.found,
         "used": report.used - (len(skipped) - len(report.skipped)),
@@ -83,8 +84,12 @@ def _check_skipped_files(scan: ImageScan) -> Finding:
         "quarantined_in_all": len(skipped),
         "ignored": dict(report.ignored),
     }
-    kinds = ", ".join(f"{count:,} {sanitize(kind)}" for kind, count in Counter(report.ignored).most_common(3))
-    others = f"; {plural(ignored, 'other file')} ignored ({kinds})" if ignored else ""
+    others = f"; {plural(report.captions, 'caption')}" if report.captions else ""
+    if ignored:
+        kinds = ", ".join(f"{count:,} {sanitize(kind)}" for kind, count in Counter(report.others).most_common(3))
+        others += f"; {plural(ignored, 'other file')} ignored ({kinds})"
+    if editable := [kind for kind in EDITORS_FILES if kind in report.others]:
+        others += f"; {' and '.join(editable)} are read once they are saved as PNG"
     if not skipped:
         used = "is used" if report.read else "is assumed to be usable until it is decoded during training"
         evidence = f"each of {plural(report.found, 'image file')} {used}{others}"
@@ -94,7 +99,7 @@ def _check_skipped_files(scan: ImageScan) -> Finding:
         reasons.append(f"{count:,} {reason}: {list_names([one.name for one in skipped if one.reason == reason])}")
     total = format_share(len(skipped), max(report.found, len(skipped)))
     evidence = f"{total} image files cannot be used ({'; '.join(reasons)}){others}"
-    remedy = "repair, convert or remove them; training goes on without them"
+    remedy = "repair, convert or remove the image files that cannot be used; training goes on without them"
     table = [("file", "reason"), *((sanitize(one.name), one.reason) for one in skipped[:_ROWS])]
     caption = f"{len(skipped) - _ROWS:,} more are in findings.json." if len(skipped) > _ROWS else ""
     figure = Figure("Files that cannot be used", table=table, caption=caption)
@@ -246,7 +251,8 @@ def _check_crop(scan: ImageScan, rows: Indices, sides: NDArray[np.int32]) -> Fin
     worst_rows = order[:_CROPPED]
     for name, (width, height), part in zip(scan.names(rows[worst_rows]), sides[worst_rows], lost[worst_rows]):
         table.append((sanitize(name), f"{width:,} x {height:,}", format_percent(part)))
-    remedy = f"crop those to {frame} around their subject, or remove them"
+    cropped = f"crop those to {frame} around their subject, or remove them"
+    remedy = cropped if buckets else f"{_crop_less(sides, format)}, or {cropped}"
     return Finding.graded(
         "data.crop",
         evidence,
@@ -258,6 +264,15 @@ def _check_crop(scan: ImageScan, rows: Indices, sides: NDArray[np.int32]) -> Fin
             Figure("Images that lose most", table=table),
         ),
     )
+
+
+def _crop_less(sides: NDArray[np.int32], format: ImageFormat) -> str:
+    """Return the settings under which originals [N, 2] lose less than in the shape of `format`."""
+    keep = "give --aspect keep, which trains on several shapes"
+    aspect, short = common_aspect(sides.tolist()), min(format.height, format.width)
+    if not aspect or (size := size_of_aspect(short, aspect)) == format.size:
+        return keep
+    return f"give --size {size}, which has the shape of most images; or {keep}"
 
 
 def _check_classes(train: ImageSet, held_out: ImageSet) -> list[Finding]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unfog.checks.run.run_record import RunRecord
+from unfog.checks.settings.length_checks import format_images, recognisable_from
 from unfog.reporting.charts import Floats, line_chart
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.progress import format_number, plural
@@ -111,11 +112,24 @@ def _check_loss(
         evidence = f"the loss still falls, by {trend.fall:.0%} with twice the images; it is {trend.last:.3g}{known}"
         if record.step < record.steps or memorized:
             return finding("fine", evidence)
-        longer, expected = record.command("resume", f"--steps {2 * record.steps}"), trend.last * (1 - trend.fall)
-        return finding("hint", evidence, f"train longer: {longer}; expect about {expected:.3g}")
+        return finding("hint", evidence, _train_longer(record, trend))
     return finding(
         "fine", f"the loss has levelled off at {trend.last:.3g}{known} ({-trend.fall:+.1%} with twice the images)"
     )
+
+
+def _train_longer(record: RunRecord, trend: _Trend) -> str:
+    """Return the remedy of a run that ended while its loss fell: at least until samples are usually recognisable."""
+    seen, needed = record.step * record.batch, recognisable_from(record.config)
+    # Weights of another run have seen images before. Early on, the loss does not fall as it did so far.
+    if seen < needed and not record.config.init.folder:
+        longer = record.command("resume", f"--steps {math.ceil(needed / record.batch)}")
+        return (
+            f"train longer: {longer}; {format_images(seen)} images are seen, and samples become recognisable after "
+            f"about {format_images(needed)}"
+        )
+    longer, expected = record.command("resume", f"--steps {2 * record.steps}"), trend.last * (1 - trend.fall)
+    return f"train longer: {longer}; expect about {expected:.3g}"
 
 
 def _not_learning(

@@ -70,6 +70,19 @@ def _milestones(side: int) -> dict[str, Range]:
     return {name: bands[band] for name, bands in MILESTONES.items()}
 
 
+def recognisable_from(config: Config) -> float:
+    """Return the number of images that a run sees, at this resolution, before its samples are recognisable."""
+    return _milestones(config.image_format.square_side)["recognisable"][0]
+
+
+def format_images(value: float) -> str:
+    """Return "50,000", "1.5 million" or "2.5 billion"."""
+    for unit, name in ((1e9, " billion"), (1e6, " million")):
+        if value >= unit:
+            return f"{value / unit:.3g}{name}"
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
 def check_length(config: Config, prepared: Dataset) -> Finding:
     """Check that the run is long enough for recognisable samples, and not so long that it memorizes a small set."""
     images, batch, pictures = config.training.images, config.training.batch, len(prepared.train)
@@ -78,9 +91,9 @@ def check_length(config: Config, prepared: Dataset) -> Finding:
     # Weights of another run have seen images before, so neither limit is known for them.
     fresh, many = not config.init.folder, epochs > _MANY_EPOCHS
     repeats = (
-        f"; so few are memorized after about {_format_count(memorized_at)} images, before samples are recognisable"
+        f"; so few are memorized after about {format_images(memorized_at)} images, before samples are recognisable"
     )
-    need = f"; samples become recognisable after about {_format_count(low)} to {_format_count(high)} images"
+    need = f"; samples become recognisable after about {format_images(low)} to {format_images(high)} images"
     copies = "; a small set is memorized long before that, so that samples become copies"
     more = "add images, at least hundreds; the model will only repeat these"
     longer = f"train on --images {round(low)} or more; the default length is an hour"
@@ -134,9 +147,9 @@ def training_length_guide(config: Config, prepared: Dataset, seconds_per_step: f
     time = f" in {format_duration(images * pace)}" if pace else ""
     place = "in addition to what its initial weights have seen" if config.init.folder else _place(images, guide)
     said = (
-        f"at {size} pixels, samples are recognisable after about {_format_count(low)} to {_format_count(high)} images "
-        f"and good after {_format_count(guide['good'][0])} to {_format_count(guide['good'][1])}; "
-        f"this run sees {_format_count(images)}{time}, {place}"
+        f"at {size} pixels, samples are recognisable after about {format_images(low)} to {format_images(high)} images "
+        f"and good after {format_images(guide['good'][0])} to {format_images(guide['good'][1])}; "
+        f"this run sees {format_images(images)}{time}, {place}"
     )
     return Finding("length.guide", "fine", said, facts=facts, figures=figures)
 
@@ -155,7 +168,7 @@ def _guide_rows(spans: dict[str, Range], batch: int, pictures: int, pace: float 
     rows = [["", "images", "steps", "epochs", "time"]]
     for name, span in spans.items():
         images, steps, epochs = (
-            _format_range([_format_count(value / unit) for value in span]) for unit in (1, batch, pictures)
+            _format_range([format_images(value / unit) for value in span]) for unit in (1, batch, pictures)
         )
         beyond = ": memorized before" if span[0] / pictures > _MANY_EPOCHS else ""
         time = _format_range([format_duration(value * pace) for value in span]) if pace else "not measured"
@@ -169,7 +182,7 @@ def _common_rows(side: int, pace: float | None) -> list[list[str]]:
         images = steps * _COMMON_BATCH
         # The measured pace is of this side; a network's work grows with the number of pixels.
         time = format_duration(images * pace * (its_side / side) ** 2) if pace else "not measured"
-        counts = [_format_count(value) for value in (steps, images, images / pictures)]
+        counts = [format_images(value) for value in (steps, images, images / pictures)]
         rows.append([name, str(its_side), *counts, told, time])
     return rows
 
@@ -178,15 +191,7 @@ def _format_range(ends: list[str]) -> str:
     return ends[0] if ends[0] == ends[-1] else f"{ends[0]} to {ends[-1]}"
 
 
-def _format_count(value: float) -> str:
-    """Return "50,000", "1.5 million" or "2.5 billion"."""
-    for unit, name in ((1e9, " billion"), (1e6, " million")):
-        if value >= unit:
-            return f"{value / unit:.3g}{name}"
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
-
-
 def _cell(value: object) -> str:
     return (
-        value if isinstance(value, str) else _format_count(float(value)) if isinstance(value, float) else f"{value:,}"
+        value if isinstance(value, str) else format_images(float(value)) if isinstance(value, float) else f"{value:,}"
     )

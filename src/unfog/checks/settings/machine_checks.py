@@ -71,7 +71,7 @@ def _check_precision(config: Config, device: torch.device) -> Finding:
     better = "--precision bf16" if bf16 else "--precision fp32"
     return Finding.graded(
         "settings.precision",
-        f"a {name} matrix product takes {ours / fp32:.2g} times as long as in fp32 on {device}",
+        f"a {name} matrix product takes {format_number(ours / fp32)} times as long as in fp32 on {device}",
         (slow, "warning", f", which has no fast {name} arithmetic", better),
         (bf16, "hint", ", and bf16 is fast here as well", f"{better} needs no loss scaling, so no steps are skipped"),
         facts={"precision": name, "seconds": ours, "seconds_fp32": fp32, "times_fp32": ours / fp32},

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.columns.kinds import cell_value
+from unfog.data.data_report import CAPTION_FILES
 from unfog.data.sources.base import ImageError, Source
 from unfog.data.sources.image_files import os_error_reason
 from unfog.errors import RequestError
@@ -114,6 +116,15 @@ def caption_files(source: Source, warn: Callable[[str], None]) -> list[bytes | N
     if line := findings.line("captions"):
         warn(line)
     return None if all(each is None for each in found) and not findings.counts else found
+
+
+def without_captions(ignored: Mapping[str, int], cells: Mapping[str, Sequence[Any]]) -> Mapping[str, int]:
+    """Return `Source.ignored` with the text files that these cells were read from counted as captions."""
+    read = sum(isinstance(cell, bytes) for each in cells.values() for cell in each)
+    # Captions inside shards are not among the files that were counted.
+    if not (count := min(read, ignored.get(SUFFIX, 0))):
+        return ignored
+    return Counter(ignored) - Counter({SUFFIX: count}) + Counter({CAPTION_FILES: count})
 
 
 def has_caption_files(source: Source) -> bool:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unfog.data.bit_depth import DeepImage, Ranges, as_image
-from unfog.data.data_report import SkippedFile
+from unfog.data.data_report import EDITORS_FILES, SkippedFile
 from unfog.data.dataset import Dataset
 from unfog.data.outages import Outage
 from unfog.data.settings import Data
@@ -298,11 +298,13 @@ class Source(ABC):
         """Return the error for a source without images, which names what else it holds."""
         others = sum(self.ignored.values())
         listed = ", ".join(f"{count:,} {sanitize(kind)}" for kind, count in Counter(self.ignored).most_common(3))
+        editable = [kind for kind in EDITORS_FILES if kind in self.ignored]
+        saved = f", or save the {' and '.join(editable)} files as PNG" if editable else ""
         closed = "".join(f"; {reason}: {sanitize(below)}" for below, reason in self.unreadable[:3])
         return RequestError(
             f"found 0 images; looked for .png .jpg .jpeg .webp .gif .tif .bmp ... in {sanitize(self.name)} "
             f"({others:,} other file{'s' * (others != 1)}{': ' * (others > 0)}{listed}{closed}); give a folder "
-            "of images"
+            f"of images{saved}"
         )
 
     @classmethod
