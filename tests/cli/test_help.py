@@ -198,7 +198,7 @@ def test_explain_tells_all_that_a_field_holds(said):
         "on resume can change",
         "why 0.003 suits a million parameters",
         "measured Fréchet distance",
-        "docs/decisions/0007-default-recipe.md",
+        "decisions/0007-default-recipe",
     ):
         assert part in text
     assert "cannot change, but for dropout" in said("explain", "network")
