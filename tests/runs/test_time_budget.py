@@ -578,6 +578,7 @@ def test_a_suspended_run_goes_on_at_its_pace_and_says_so(tmp_path):
         try:
             record = out / "metrics.jsonl"
             wait_until(lambda: record.exists() and len(read_metrics(record)) >= 3, seconds=60, every=0.1)
+            wait_until((out / "heartbeat.json").exists, seconds=60, every=0.1)  # its thread looks once a second
             os.kill(process.pid, signal.SIGSTOP)
             time.sleep(4)
             listed = subprocess.run([*command[:3], "runs", str(tmp_path)], capture_output=True, text=True, check=True)
