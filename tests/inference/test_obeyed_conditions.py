@@ -158,9 +158,9 @@ def test_a_run_with_unknown_pixels_and_nothing_held_out_is_measured_by_its_value
     data = {"unknown": "nan", "dtype": "float32", "held_out": 0}
     run = unfog.train(images[..., None], out=tmp_path / "run", data=data, evaluate=NEVER, **TINY)
     values = {one.metric: one.value for one in run.evaluate(n=10).measured}
-    assert values["spectrum"] > 0 and values["histogram"] > 0 and values["correlation"] is None
-    with pytest.raises(RequestError, match="no images are held out"):
-        run.evaluate("held_out")
+    assert values["spectrum"] > 0
+    assert values["histogram"] > 0
+    assert values["correlation"] is None  # a single channel
 
 
 def test_training_records_whether_conditions_are_obeyed(tmp_path):
