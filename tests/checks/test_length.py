@@ -11,7 +11,7 @@ from unfog.checks.settings.length_checks import (  # numbers of all sizes, few o
     PUBLISHED_RUNS,
     _milestones,
     check_length,
-    format_images,
+    format_count,
     training_length_guide,
 )
 from unfog.config.presets import preset
@@ -142,7 +142,7 @@ def test_the_default_hour_of_a_slow_cpu_is_no_fault():
 
 
 def test_numbers_as_people_say_them():
-    assert [format_images(v) for v in (0.2, 7, 50_000, 1.5e6, 2.5e9)] == [
+    assert [format_count(v) for v in (0.2, 7, 50_000, 1.5e6, 2.5e9)] == [
         "0.2",
         "7",
         "50,000",

@@ -14,10 +14,10 @@ from unfog.errors import RequestError
 from unfog.files.safe_files import disk_usage, remove_tree
 from unfog.process.run_status import RunStatus, broken_checkpoints, find_runs
 from unfog.reporting.progress import align_columns, format_bytes, format_duration, plural, print_result, say, warn
+from unfog.reporting.records import STATES
 from unfog.text import sanitize
 
 _HEAD = ("run", "state", "step", "best", "disk", "age")
-
 
 # Numbers of a run for Prometheus: field of `RunStatus.as_json`, name, and help.
 _GAUGES = (
@@ -28,8 +28,6 @@ _GAUGES = (
     ("bytes", "unfog_run_disk_bytes", "Disk space of the run folder"),
     ("age_seconds", "unfog_run_age_seconds", "Seconds since the run last wrote"),
 )
-_STATES = ("running", "standing still", "finished", "stopped", "killed", "failed", "not begun")
-
 _NOT_FINISHED = 3  # as of a command that was stopped and has saved
 
 
@@ -73,12 +71,12 @@ def prometheus_text(runs: Sequence[RunStatus]) -> str:
                 lines.append(f"{name}{{{named}{more}}} {row[key]}")
     lines += ["# HELP unfog_run_state 1 for the state of the run, else 0.", "# TYPE unfog_run_state gauge"]
     for row, named in rows:
-        lines += [f'unfog_run_state{{{named},state="{state}"}} {int(row["state"] == state)}' for state in _STATES]
+        lines += [f'unfog_run_state{{{named},state="{state}"}} {int(row["state"] == state)}' for state in STATES]
     return "\n".join(lines)
 
 
 def _escaped(text: str) -> str:
-    """Return a text as it stands between quotes there: one line, with the three characters escaped that end it."""
+    """Return a quoted value in the format of Prometheus: backslash, double quote and line feed are escaped."""
     return text.encode("utf-8", "replace").decode().replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 

@@ -164,7 +164,11 @@ def _sample_folder(path: Path, digest: str, config: Config, prepared: PreparedSa
     # Draws of a posterior are read back for their mean.
     own = view is not None and not prepared.measurement
     return SampleFolder(
-        *(path, digest, generation.count, format.names(generation.given, generation.count), prepared.caption),
+        path,
+        digest,
+        generation.count,
+        format.names(generation.given, generation.count),
+        prepared.caption,
         told="Given" if format.columns else "Class",
         view=view,
         format=sample_format(config.source, config.data.slices) if own else None,

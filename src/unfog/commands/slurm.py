@@ -92,8 +92,8 @@ class SlurmRequest:
     container: str = ""
     """Image to run in: an Apptainer file (.sif), or any other with pyxis. Default: this Python environment.
 
-    The folders of the run, of the images and of all paths in the command are mounted. Add to the file those that only a
-    --config file or a resumed run names.
+    The folders of the run, of the images and of all paths in the command are mounted. Paths that stand only in a
+    --config file or in a resumed run are not: add them to the batch file.
     """
     file: Path | None = setting(None, metavar="PATH")
     """Path of the new batch file. Default: the name of the run with .sbatch."""
@@ -201,7 +201,7 @@ def _local_places(source: str) -> list[Path]:
     if location.form == "folder":
         return [Path(location.resolved)]
     paths = {"file": location.paths[:1], "files": location.paths, "name": ()}[location.form]
-    return [Path(path) for path in paths if "://" not in path]
+    return [Path(path) for path in paths if not is_address(path)]
 
 
 def _named_places(words: tuple[str, ...]) -> list[Path]:

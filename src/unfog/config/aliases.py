@@ -209,8 +209,8 @@ _SOURCE = Advice(
     "lists all sources"
 )
 _COLUMNS = Advice(
-    "columns of a table are named by --condition, and text are captions; the classes come from sub-folders or a column "
-    "label",
+    "--condition names columns of a table, and the column text has the captions; classes come from sub-folders or a "
+    "column label",
     ("data.condition", "data.labels"),
 )
 _CLASSES = Advice("sub-folders are classes, and are counted; --data.labels none leaves them out", ("data.labels",))
@@ -235,7 +235,7 @@ _EMA_POWER = Advice(
     "give --ema fixed for a decay with a warm-up, or --ema power for a width; unfog explain ema compares them", ("ema",)
 )
 _SCHEDULER = Advice(
-    "--optimizer.schedule is of the learning rate, --schedule of the noise levels, and --sampler draws",
+    "--optimizer.schedule changes the learning rate over time, --schedule sets the noise levels, and --sampler draws",
     ("optimizer.schedule", "diffusion.schedule", "sampler.kind"),
 )
 _INTERVALS = Advice(

@@ -140,7 +140,7 @@ class AugmentWithConditions:
     Args:
         augment: the augmentation of the images.
         columns: facts on the conditions that are images.
-        makes: make conditions of the result; else all come with the images, as nothing can be made of latents.
+        makes: whether conditions are made of the augmented images. False for latents, whose conditions come with them.
     """
 
     augment: Moving
@@ -178,7 +178,8 @@ class AugmentWithConditions:
 
     def _moved(self, image: Tensor, facts: ColumnFacts, moves: list[Move]) -> Tensor:
         kind = IMAGE_KINDS[facts.kind]
-        for move in () if kind.made and self.makes else moves:  # else it is made anew of the result
+        # A condition that is made of the augmented image needs no moves.
+        for move in () if kind.made and self.makes else moves:
             image = move(image, kind.smooth)
         return image
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -71,4 +70,4 @@ def _with_other_captions(pairs: Captioned, own: float) -> float:
     pairs_of_others = len(group) ** 2 - int((group.bincount() ** 2).sum())
     if not pairs_of_others:
         return own
-    return math.fsum([float(images.sum(0) @ texts.sum(0)), -float(equal)]) / pairs_of_others
+    return float(images.sum(0) @ texts.sum(0) - equal) / pairs_of_others

@@ -39,7 +39,7 @@ _SAMPLED = 2**20  # values of a set whose histograms are compared, at most, in a
 _BINS = 64  # of the curves of histograms
 _TAIL = 0.001  # share of the values on either side that the curves of histograms leave out
 _FLOOR = 1e-9  # power, over that of the channel, that counts as none
-_NONE = 1e-30  # in place of 0 where it divides 0
+_NONE = 1e-30  # divisor in place of 0; the dividend is 0 there too
 _CONSTANT = 1e-6  # deviation, over that of the channel, that counts as none
 _SPECTRUM = "mean over octaves of |ln(power / real power)|: 0.1 is about 10%"
 _HISTOGRAM = "Wasserstein-1 distance in standard deviations of the real channel"
@@ -197,6 +197,7 @@ class RealImages:
         """Return why sets cannot be compared: a channel that a group, or the masks of samples, hide; else ""."""
         if self._unknown is None:
             return ""
+        # Group 0 has the images of even places; one place further are those whose masks samples have.
         masks = self._groups[:1].roll(1, 1)
         counts = (~self._values.isnan()).sum(2).double()
         known = torch.cat([self._groups, masks]) @ counts.T > 0

@@ -91,14 +91,14 @@ def compute_metrics(
             _draw_spectra(spectrum, out)
             _draw_curves(curves, out)
             copies += _search_copies(setup, mixed, fake, out)
+            judged = OBEYS in compared.metrics and judged_columns(run.config.conditions)
+            asked = _columns_of_samples(run.config, setup, mixed) if judged or setup.clip else {}
             if OBEYS in compared.metrics:
                 truth = _compare_with_truth(run, setup)
-                if judged_columns(run.config.conditions):
-                    obeys, judge = _judge_samples(run.config, setup, mixed)
+            if judged:
+                obeys, judge = _judge_samples(run.config, setup, mixed, asked)
             if setup.clip is not None:
-                scores, how = measure_clip(
-                    run.config, setup.dataset, mixed, _columns_of_samples(run.config, setup, mixed), setup.clip
-                )
+                scores, how = measure_clip(run.config, setup.dataset, mixed, asked, setup.clip)
                 obeys, judge = [*obeys, *scores], "; ".join(filter(None, (judge, how)))
         if len(samples.parts) > 1:
             of_sizes = _measure_sizes(setup, samples.parts, world)
@@ -127,11 +127,11 @@ def _compare_with_truth(run: LoadedRun, setup: EvaluationSetup) -> list[ImageAgr
 
 
 def _judge_samples(
-    config: Config, setup: EvaluationSetup, samples: GeneratedSamples | MixedSamples
+    config: Config, setup: EvaluationSetup, samples: GeneratedSamples | MixedSamples, asked: Mapping[str, Column]
 ) -> tuple[list[ConditionScore], str]:
-    """Return the scores of the conditions of samples, and the description of their judge."""
+    """Return the scores of samples that were drawn with the columns `asked`, and the description of their judge."""
     judge = ConditionJudge.open(config, setup.dataset)
-    return judge.score(in_parts(samples), _columns_of_samples(config, setup, samples)), judge.description
+    return judge.score(in_parts(samples), asked), judge.description
 
 
 def _columns_of_samples(

@@ -109,7 +109,7 @@ class GivenNetwork(CustomNetwork):
         try:
             with torch.enable_grad():
                 found = network(torch.zeros(2, *shape), torch.tensor([0.5, 999.0]), conditions)
-                if format.mask_channels:  # images have a mask in training; complete samples, as before, have none
+                if format.mask_channels:  # training gives a mask, and samples without unknown values have none
                     said += ", with a mask `known`"
                     masked = conditions._replace(known=torch.ones(2, *shape))
                     network(torch.zeros(2, *shape), torch.tensor([0.5, 999.0]), masked)

@@ -127,7 +127,7 @@ class ConditionalNetwork(nn.Module):
     text_parts: ClassVar[tuple[str, ...]] = ("text", "text_encoder", "text_embedding", "text_share")
     """Names of modules and parameters, in blocks too, that a network without texts does not have."""
     ends: ClassVar[tuple[str, ...]] = ("conv_in", "conv_out", *embeddings, "text_embedding")
-    """Layers whose other side is not the hidden space: image channels, classes, augmentations. The first is of images.
+    """Layers whose other side is not the hidden space: image channels, classes, augmentations. The first takes images.
     """
     takes_images: ClassVar[bool] = False
     """Whether the first layer takes `_with_images`, and so images that are conditions."""

@@ -198,19 +198,21 @@ class CustomNetwork(CustomPart, NetworkSettings):
         from torch._subclasses.fake_tensor import FakeTensor
 
         expected, conditions = (1, out_channels, *shape[1:]), format.blank(1)
-        at = f"for an image of shape {shape}"
+        plain = at = f"for an image of shape {shape}"
+        found: tuple[int, ...] | None = None
         try:
             with torch.no_grad():
                 found = tuple(network(torch.zeros(1, *shape), torch.ones(1), conditions).shape)
-                if format.mask_channels:  # images have a mask in training; complete samples, as before, have none
-                    at += " with a mask of its known values"
+                if format.mask_channels:  # training gives a mask, and samples without unknown values have none
+                    at = f"{plain} with a mask of its known values"
                     masked = conditions._replace(known=torch.ones(1, *shape))
                     network(torch.zeros(1, *shape), torch.ones(1), masked)
+                    at = plain
                 if format.columns:
                     hidden = network(torch.zeros(1, *shape), torch.ones(1), conditions.dropped())
         except Exception as error:
             remedy = ""
-            if "mask" not in at:  # without a mask it took these channels
+            if found is None:  # else it takes these channels
                 remedy = channels_remedy(lambda x: network(x, torch.ones(1), conditions), shape)
             if isinstance(error, KeyError | AttributeError | TypeError):  # perhaps of a condition that is missing
                 names = ", ".join([*["label"] * bool(format.classes), *(one.name for one in format.columns)])

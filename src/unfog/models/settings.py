@@ -12,7 +12,7 @@ from unfog.models.network_settings import CustomNetwork, LevelSettings, PatchSet
 from unfog.settings import check_bounds, setting
 from unfog.values.condition_format import TEXT_HEAD, PretrainedText
 
-_MOST_HEAD_CHANNELS = 64  # of what a message proposes
+_MOST_HEAD_CHANNELS = 64  # largest value that an error message proposes
 USUAL_TEXT_LAYERS = 2
 """Layers of the encoder of texts, if none are given."""
 

@@ -12,7 +12,7 @@ from unfog.config.schema import Config
 from unfog.pipeline.generate import with_legend
 from unfog.reporting.image_grids import Pixels, captioned_groups
 from unfog.text import sanitize
-from unfog.values.colour_map import category_colours, checkers
+from unfog.values.colour_map import category_colours, with_checkers
 from unfog.values.condition_format import Given
 from unfog.values.condition_kinds import ColumnFacts
 from unfog.values.image_format import colour_channels, to_rgb
@@ -63,7 +63,7 @@ def _picture(config: Config, facts: ColumnFacts, values: NDArray[np.float32]) ->
         shown = config.view(config.image_format.to_pictures(x0))
     else:
         shown = _PICTURES[facts.kind](facts, values)
-    return np.where(known[..., None], shown, checkers(*values.shape[2:])[..., None])
+    return with_checkers(shown, known)
 
 
 def _of_mask(facts: ColumnFacts, values: NDArray[np.float32]) -> Pixels:
@@ -74,9 +74,7 @@ def _of_mask(facts: ColumnFacts, values: NDArray[np.float32]) -> Pixels:
 def _of_second(facts: ColumnFacts, values: NDArray[np.float32]) -> Pixels:
     """Return the first three channels, or the first, between the least and the largest value of the set."""
     channels = int(facts.statistics[0])
-    low, high = (
-        np.array(each)[:, None, None] for each in (facts.statistics[3:][:channels], facts.statistics[-channels:])
-    )
+    low, high = np.array(facts.statistics[3:]).reshape(2, -1, 1, 1)
     shown = ((values - low) / (high - low) * 255).round().clip(0, 255).astype(np.uint8).transpose(0, 2, 3, 1)
     return to_rgb(np.ascontiguousarray(shown[..., : colour_channels(channels > 2)]))
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from unfog.config.schema import Config
 from unfog.data.bit_depth import DeepImage, Ranges
-from unfog.data.columns.second_source import mask_category, read_mask, transparent_pixels
+from unfog.data.columns.second_source import numbers_of_labels, read_mask, transparent_pixels
 from unfog.data.decode import decode, parse_colour, upright_sides
 from unfog.data.prepare import silence_pillow
 from unfog.data.sources.base import ImageError, Source
@@ -28,7 +28,7 @@ from unfog.text import sanitize
 from unfog.values.condition_kinds import ColumnFacts
 from unfog.values.condition_requests import MOST_CELLS, ConditionGrid
 from unfog.values.image_format import CHANNELS, STORED, ImageFormat, StoredValues, size_of, to_pillow
-from unfog.values.kinds.image_kinds import IMAGE_KINDS, Picture, image_columns, picture_text
+from unfog.values.kinds.image_kinds import IMAGE_KINDS, Picture, has_bytes, image_columns, picture_text
 from unfog.values.kinds.made_conditions import enlarged, made_of
 
 _Found = Image.Image | DeepImage | NDArray[Any]
@@ -151,23 +151,14 @@ def _picture(config: Config, facts: ColumnFacts, given: _Given | Picture) -> Pic
 def _mask(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.float32]:
     _, height, width = IMAGE_KINDS[facts.kind].shape(facts)
     plane, coloured = read_mask(given.read, ImageFormat.of(1, size_of(height, width)))
-    found, inverse = np.unique(plane, return_inverse=True)
-    names = [mask_category(value, coloured) for value in found.tolist()]
-    if unknown := [name for name in names if name not in facts.categories]:
-        raise RequestError(
-            f"{facts.name} = {sanitize(given.name)[:60]} has the value {unknown[0]}, and the masks of the run have "
-            f"{', '.join(facts.categories[:12])}; use these"
-        )
-    numbers = np.array([facts.categories.index(name) for name in names], np.float32)
-    return numbers[inverse.reshape(plane.shape)][None]
+    what = f"{facts.name} = {sanitize(given.name)[:60]}"
+    return numbers_of_labels(plane, coloured, facts.categories, what)[None].astype(np.float32)
 
 
 def _second(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.float32]:
     channels, height, width = IMAGE_KINDS[facts.kind].shape(facts)
-    ends = facts.statistics[3:]
-    bytes_ = ends[:channels] == (0.0,) * channels and ends[channels:] == (255.0,) * channels
     usual = STORED["float32"]
-    values = [] if bytes_ else [StoredValues("float32", usual.low, usual.high)]
+    values = [] if has_bytes(facts) else [StoredValues("float32", usual.low, usual.high)]
     format = ImageFormat.of(channels, size_of(height, width), *values)
     found: NDArray[np.float32] = decode(_reader(given, channels), format, parse_colour("white"))[0].astype(np.float32)
     return found

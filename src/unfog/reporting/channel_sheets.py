@@ -50,7 +50,7 @@ def encode_channels(planes: Pixels, ends: Sequence[Sequence[float]], captions: S
 
 
 def read_channels(path: Path, root: Path) -> dict[str, Any] | None:
-    """Return `decode_channels` of a sheet of a run; None if it is missing or linked, too."""
+    """Return `decode_channels` of a sheet in a run folder; also None if the file is missing or a link."""
     with suppress(OSError, ValueError):
         return decode_channels(read_file(path, root, _LARGEST))
     return None

@@ -28,6 +28,7 @@ Floats = npt.NDArray[np.float64]
 SESSION_STARTS = ("started", "resumed")
 SESSION_ENDS = ("finished", "stopped", "failed")
 ALIVE = ("running", "standing still")  # states of a run whose process exists
+STATES = (*ALIVE, *SESSION_ENDS, "killed", "not begun")  # of `run_state`
 # Kinds of events.
 LENGTH_EVENT = "length"  # the run was planned anew, for its time budget
 PAUSE_EVENT = "pause"  # a run with a time budget stood still

@@ -53,6 +53,13 @@ def checkers(height: int, width: int) -> NDArray[np.uint8]:
     return np.where(odd, _DARK, _LIGHT).astype(np.uint8)
 
 
+def with_checkers(shown: NDArray[np.uint8], known: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """Return pictures uint8 [N, H, W, 3] with checkers in place of the pixels that are not known; known [N, H, W]."""
+    import numpy as np
+
+    return np.where(known[..., None], shown, checkers(*known.shape[1:])[..., None])
+
+
 _COLOUR = re.compile("#[0-9a-f]{6}")
 _GOLDEN = (5**0.5 - 1) / 2
 

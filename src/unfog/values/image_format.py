@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unfog.errors import RequestError
 from unfog.values import value_maps
-from unfog.values.colour_map import COLOUR_MAPS, GREY, checkers, colour_table
+from unfog.values.colour_map import COLOUR_MAPS, GREY, colour_table, with_checkers
 from unfog.values.unknown import NAN, NONE, filler_of, neighbour_of
 from unfog.values.value_maps import ChannelMap
 
@@ -206,13 +206,13 @@ class StoredValues:
         shown: NDArray[np.uint8] = ((x0 + 1) * 127.5).round().clamp(0, 255).byte().numpy()
         return shown
 
-    def checkered(self, shown: NDArray[np.uint8], stored: NDArray[Any]) -> NDArray[np.uint8]:
-        """Return pictures uint8 [N, H, W, 3] of a channel, stored [N, 1, H, W], with checkers at its unknown values."""
+    def known(self, stored: NDArray[Any]) -> NDArray[np.bool_]:
+        """Return which stored values are known, that is, not NaN for the model; of the shape of `stored`."""
         import numpy as np
         import torch
 
-        unknown = self.to_model(torch.from_numpy(np.array(stored)))[:, 0].isnan().numpy()
-        return np.where(unknown[..., None], checkers(*shown.shape[1:3])[..., None], shown)
+        known: NDArray[np.bool_] = (~self.to_model(torch.from_numpy(np.array(stored))).isnan()).numpy()
+        return known
 
     def levels(self) -> NDArray[np.float64]:
         """Return the model values of the 256 levels of `to_bytes`, in order."""
@@ -351,7 +351,7 @@ class ImageFormat:
         planes = values.to_bytes(stored)
         if colours != GREY:
             shown = colour_table(colours)[planes[:, 0]]
-            return shown if values.filler is None else values.checkered(shown, stored)
+            return shown if values.filler is None else with_checkers(shown, values.known(stored)[:, 0])
         return to_rgb(planes.transpose(0, 2, 3, 1))
 
     def planes(self, pictures: NDArray[Any]) -> NDArray[np.uint8]:

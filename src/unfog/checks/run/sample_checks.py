@@ -320,7 +320,7 @@ def _comparison_figure(drawn: Pixels, data: Pixels) -> Figure:
     return Figure("Generated images and training images", picture)
 
 
-# Factors on the largest distance of random halves of the real images: surely more, and a defect.
+# A distance of more than so many times the largest of random halves of the real images is a hint, or a warning.
 _MORE, _FAR = 1.25, 4.0
 _CHARTS = 4  # of the farthest channels
 _WHAT = {

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unfog.checks.run.run_record import RunRecord
-from unfog.checks.settings.length_checks import format_images, recognisable_from
+from unfog.checks.settings.length_checks import format_count, recognisable_from
 from unfog.reporting.charts import Floats, line_chart
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.progress import format_number, plural
@@ -125,8 +125,8 @@ def _train_longer(record: RunRecord, trend: _Trend) -> str:
     if seen < needed and not record.config.init.folder:
         longer = record.command("resume", f"--steps {math.ceil(needed / record.batch)}")
         return (
-            f"train longer: {longer}; {format_images(seen)} images are seen, and samples become recognisable after "
-            f"about {format_images(needed)}"
+            f"train longer: {longer}; {format_count(seen)} images are seen, and samples become recognisable after "
+            f"about {format_count(needed)}"
         )
     longer, expected = record.command("resume", f"--steps {2 * record.steps}"), trend.last * (1 - trend.fall)
     return f"train longer: {longer}; expect about {expected:.3g}"

@@ -75,7 +75,7 @@ def recognisable_from(config: Config) -> float:
     return _milestones(config.image_format.square_side)["recognisable"][0]
 
 
-def format_images(value: float) -> str:
+def format_count(value: float) -> str:
     """Return "50,000", "1.5 million" or "2.5 billion"."""
     for unit, name in ((1e9, " billion"), (1e6, " million")):
         if value >= unit:
@@ -90,10 +90,8 @@ def check_length(config: Config, prepared: Dataset) -> Finding:
     epochs, memorized_at = images / pictures, _MANY_EPOCHS * pictures
     # Weights of another run have seen images before, so neither limit is known for them.
     fresh, many = not config.init.folder, epochs > _MANY_EPOCHS
-    repeats = (
-        f"; so few are memorized after about {format_images(memorized_at)} images, before samples are recognisable"
-    )
-    need = f"; samples become recognisable after about {format_images(low)} to {format_images(high)} images"
+    repeats = f"; so few are memorized after about {format_count(memorized_at)} images, before samples are recognisable"
+    need = f"; samples become recognisable after about {format_count(low)} to {format_count(high)} images"
     copies = "; a small set is memorized long before that, so that samples become copies"
     more = "add images, at least hundreds; the model will only repeat these"
     longer = f"train on --images {round(low)} or more; the default length is an hour"
@@ -147,9 +145,9 @@ def training_length_guide(config: Config, prepared: Dataset, seconds_per_step: f
     time = f" in {format_duration(images * pace)}" if pace else ""
     place = "in addition to what its initial weights have seen" if config.init.folder else _place(images, guide)
     said = (
-        f"at {size} pixels, samples are recognisable after about {format_images(low)} to {format_images(high)} images "
-        f"and good after {format_images(guide['good'][0])} to {format_images(guide['good'][1])}; "
-        f"this run sees {format_images(images)}{time}, {place}"
+        f"at {size} pixels, samples are recognisable after about {format_count(low)} to {format_count(high)} images "
+        f"and good after {format_count(guide['good'][0])} to {format_count(guide['good'][1])}; "
+        f"this run sees {format_count(images)}{time}, {place}"
     )
     return Finding("length.guide", "fine", said, facts=facts, figures=figures)
 
@@ -168,7 +166,7 @@ def _guide_rows(spans: dict[str, Range], batch: int, pictures: int, pace: float 
     rows = [["", "images", "steps", "epochs", "time"]]
     for name, span in spans.items():
         images, steps, epochs = (
-            _format_range([format_images(value / unit) for value in span]) for unit in (1, batch, pictures)
+            _format_range([format_count(value / unit) for value in span]) for unit in (1, batch, pictures)
         )
         beyond = ": memorized before" if span[0] / pictures > _MANY_EPOCHS else ""
         time = _format_range([format_duration(value * pace) for value in span]) if pace else "not measured"
@@ -182,7 +180,7 @@ def _common_rows(side: int, pace: float | None) -> list[list[str]]:
         images = steps * _COMMON_BATCH
         # The measured pace is of this side; a network's work grows with the number of pixels.
         time = format_duration(images * pace * (its_side / side) ** 2) if pace else "not measured"
-        counts = [format_images(value) for value in (steps, images, images / pictures)]
+        counts = [format_count(value) for value in (steps, images, images / pictures)]
         rows.append([name, str(its_side), *counts, told, time])
     return rows
 
@@ -192,6 +190,4 @@ def _format_range(ends: list[str]) -> str:
 
 
 def _cell(value: object) -> str:
-    return (
-        value if isinstance(value, str) else format_images(float(value)) if isinstance(value, float) else f"{value:,}"
-    )
+    return value if isinstance(value, str) else format_count(float(value)) if isinstance(value, float) else f"{value:,}"

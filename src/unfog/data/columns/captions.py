@@ -118,8 +118,8 @@ def caption_files(source: Source, warn: Callable[[str], None]) -> list[bytes | N
     return None if all(each is None for each in found) and not findings.counts else found
 
 
-def without_captions(ignored: Mapping[str, int], cells: Mapping[str, Sequence[Any]]) -> Mapping[str, int]:
-    """Return `Source.ignored` with the text files that these cells were read from counted as captions."""
+def captions_counted(ignored: Mapping[str, int], cells: Mapping[str, Sequence[Any]]) -> Mapping[str, int]:
+    """Return `Source.ignored`, in which text files that gave captions to these cells count as CAPTION_FILES."""
     read = sum(isinstance(cell, bytes) for each in cells.values() for cell in each)
     # Captions inside shards are not among the files that were counted.
     if not (count := min(read, ignored.get(SUFFIX, 0))):

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.columns.captions import caption_column, caption_files, without_captions
+from unfog.data.columns.captions import caption_column, caption_files, captions_counted
 from unfog.data.columns.image_setting import split_images
 from unfog.data.columns.kinds import column_of
 from unfog.data.dataset import Dataset
@@ -63,7 +63,7 @@ def with_conditions(
     if len(texts := [name for name in wanted if found[name].kind == TEXT]) > 1:
         raise RequestError(f"condition = {setting}: {' and '.join(texts)} are captions, and a run has one such column")
     changed = copy.copy(source)  # as the source may be opened for other settings as well
-    changed.ignored = without_captions(source.ignored, cells)
+    changed.ignored = captions_counted(source.ignored, cells)
     changed.columns = {name: column for name, column in source.columns.items() if name == CLASS} | found
     if not place and source.label_column in wanted:  # else it would also be the class
         changed.classes, changed.labels = (), None

@@ -45,8 +45,8 @@ def column_of(name: str, cells: Sequence[Any], names: Sequence[str], kind: str =
         raise _refused(name, "is empty for all images")
     if any(isinstance(value, tuple) and any(isinstance(each, list | tuple) for each in value) for value in known):
         raise RequestError(
-            f"the column {sanitize(name)} has rows of numbers or texts for an image, and a cell has one or a list; an "
-            f"image for each image is a source of its own, such as a .npy file or a folder: --condition "
+            f"the column {sanitize(name)} has a list of lists for an image, and a condition is one value or one list; "
+            f"an image for each image is a source of its own, such as a .npy file or a folder: --condition "
             f'{sanitize(name)}=FILE, from Python condition="{sanitize(name)}=FILE"'
         )
     kind = kind or _find_kind(name, known)

@@ -275,7 +275,7 @@ def _mask_column(one: SecondSource, size: Size, warn: Callable[[str], None], pro
     place[-1] = -1
     for new, value in enumerate(ordered):
         place[numbers[value]] = new
-    names = tuple(mask_category(value, True in in_colour) for value in ordered)
+    names = tuple(_mask_category(value, True in in_colour) for value in ordered)
     return Column(one.name, "mask", place[values], names)
 
 
@@ -361,6 +361,23 @@ def _plain(image: Image.Image) -> Image.Image:
     return image.getchannel(0) if image.mode in ("LA", "PA") else image
 
 
-def mask_category(value: int, coloured: bool) -> str:
+def numbers_of_labels(
+    plane: NDArray[np.int64], coloured: bool, categories: Sequence[str], what: str
+) -> NDArray[np.int64]:
+    """Return, for a mask [H, W] from `read_mask`, the number of the category of each pixel, [H, W].
+
+    RequestError, which begins with `what`, if a value is not in the masks of the run.
+    """
+    found, inverse = np.unique(plane, return_inverse=True)
+    names = [_mask_category(value, coloured) for value in found.tolist()]
+    if unknown := [name for name in names if name not in categories]:
+        raise RequestError(
+            f"{what} has the value {unknown[0]}, and the masks of the run have {', '.join(categories[:12])}; use these"
+        )
+    numbers = np.array([categories.index(name) for name in names], np.int64)
+    return numbers[inverse.reshape(plane.shape)]
+
+
+def _mask_category(value: int, coloured: bool) -> str:
     """Return the name of the category that a value of a mask stands for: the number, or the colour."""
     return f"#{value:06x}" if coloured else str(value)

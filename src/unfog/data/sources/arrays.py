@@ -69,7 +69,7 @@ class ArraySource(Source):
             reason = " ".join(sanitize(str(error)).split())[:160] or type(error).__name__
             raise RequestError(f"{sanitize(name)} cannot be read: {reason}; give images, {_SHAPES}") from None
         except zipfile.BadZipFile:
-            raise RequestError(f"{sanitize(name)} is not an .npz file, or is damaged") from None
+            raise RequestError(f"{sanitize(name)} is not an .npz file, or is damaged; write it anew") from None
         self._mapped = isinstance(images, np.memmap | FileRows)
         self.in_place = self._mapped and is_local(path)
         self._rows = images if isinstance(images, FileRows) else None

@@ -23,7 +23,7 @@ from unfog.text import sanitize
 from unfog.values.condition_format import TEXT, Given
 from unfog.values.condition_kinds import ColumnFacts, kind_of
 from unfog.values.image_format import CHANNELS, luma_weights, pillow_mode
-from unfog.values.kinds.image_kinds import IMAGE_KINDS, MADE, image_columns
+from unfog.values.kinds.image_kinds import IMAGE_KINDS, MADE, has_bytes, image_columns
 from unfog.values.tokenizer import BYTES, tokenizer_of
 
 _INPUTS = frozenset(("x", "c_noise", "label", "y"))
@@ -186,7 +186,7 @@ def example_picture(config: Config, one: ColumnFacts) -> NDArray[Any]:
     if one.kind == "image":
         low, high = np.array(one.statistics[3:], np.float32).reshape(2, channels)
         values = low + (high - low) * rng.random((height, width, channels), np.float32)
-        return values.round().astype(np.uint8) if _of_bytes(one) else values
+        return values.round().astype(np.uint8) if has_bytes(one) else values
     factor = int(one.statistics[3]) if one.kind == "degrade" else 1
     x0 = torch.from_numpy(rng.standard_normal((1, format.channels, height // factor, width // factor), np.float32) / 2)
     stored = format.values.to_stored(x0)[0].permute(1, 2, 0).numpy()
@@ -197,17 +197,12 @@ def example_picture(config: Config, one: ColumnFacts) -> NDArray[Any]:
     return np.concatenate([stored, shown], 2)
 
 
-def _of_bytes(one: ColumnFacts) -> bool:
-    """Return True if a second image has values of bytes."""
-    return {*one.statistics[3 : 3 + int(one.statistics[0])]} == {0.0} and {*one.statistics[3:]} == {0.0, 255.0}
-
-
 def _mode(config: Config, one: ColumnFacts) -> str:
     """Return the mode of Pillow for the pictures that a condition is read from; "" if they are values, or a mask."""
     if one.kind in MADE:
         return pillow_mode(config.image_format.channels) if config.image_format.is_picture else ""
     channels = int(one.statistics[0])
-    return pillow_mode(channels) if one.kind == "image" and _of_bytes(one) and channels in CHANNELS else ""
+    return pillow_mode(channels) if one.kind == "image" and has_bytes(one) and channels in CHANNELS else ""
 
 
 def _word_in_code(config: Config, one: ColumnFacts) -> str:

@@ -43,16 +43,26 @@ class PretrainedFolder(NamedTuple):
 
     def config(self, kinds: Collection[str]) -> tuple[str, dict[str, Any]]:
         """Return the type of the model, and its configuration. RequestError if the type is not one of `kinds`."""
-        try:
-            config = json.loads(read_file(self.path / "config.json", self.path, LARGEST_TEXT, follow=True))
-        except (OSError, ValueError, RecursionError) as error:
-            raise self.refused(f"its config.json cannot be read ({error})") from None
-        kind = config.get("model_type") if isinstance(config, dict) else None
+        config = self.read_json("config.json")
+        kind = config.get("model_type")
         if not isinstance(kind, str) or kind not in kinds:
             raise self.refused(f"its model_type is {str(kind)[:40]!r}, and we read {', '.join(kinds)}")
         if not any(self.path.glob("*.safetensors")):
             raise self.refused("it has no *.safetensors, and a pickle (*.bin) is not loaded, as it may run code")
         return kind, config
+
+    def read_json(self, name: str, optional: bool = False) -> dict[str, Any]:
+        """Return the object in a JSON file of the folder; {} if it holds another value, or is missing and `optional`.
+
+        RequestError if it cannot be read.
+        """
+        try:
+            found = json.loads(read_file(self.path / name, self.path, LARGEST_TEXT, follow=True))
+        except (OSError, ValueError, RecursionError) as error:
+            if optional and isinstance(error, FileNotFoundError):
+                return {}
+            raise self.refused(f"its {name} cannot be read ({error})") from None
+        return found if isinstance(found, dict) else {}
 
     def digest(self) -> str:
         """Return the sha256 of the files of the model: their names and contents."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unfog.device.copies import to_device
-from unfog.files.safe_files import LARGEST_TEXT, read_file
 from unfog.models.pretrained.folder import PretrainedFolder
 
 _CLASSES = {"clip": "CLIPModel", "siglip": "SiglipModel"}
@@ -53,10 +51,9 @@ class ImageTextModel:
         """sha256 of its files."""
         self.name = folder.path.name
         model, self._tokenizer = folder.load(_CLASSES[self._kind])
-        # Whose types transformers alone knows.
-        self._model: Any = cast(Any, model.to(device))
+        self._model = cast(Any, model.to(device))  # as transformers gives its models no types
         self._device = device
-        sizes = cast(Any, model).config
+        sizes = self._model.config
         self._side, self._length = sizes.vision_config.image_size, sizes.text_config.max_position_embeddings
         if not 1 <= self._side <= _LARGEST_SIDE:
             raise folder.refused(f"its images are of {self._side} pixels, and we read up to {_LARGEST_SIDE}")
@@ -64,22 +61,15 @@ class ImageTextModel:
 
     def _preprocessing(self, folder: PretrainedFolder) -> tuple[Tensor, Tensor, bool]:
         """Return mean and deviation [3, 1, 1] of channels, and whether images are cropped to a square."""
-        try:
-            stored = json.loads(
-                read_file(folder.path / "preprocessor_config.json", folder.path, LARGEST_TEXT, follow=True)
-            )
-        except FileNotFoundError:
-            stored = {}
-        except (OSError, ValueError, RecursionError) as error:
-            raise folder.refused(f"its preprocessor_config.json cannot be read ({error})") from None
-        stored = stored if isinstance(stored, dict) else {}
+        stored = folder.read_json("preprocessor_config.json", optional=True)
         mean, deviation = (
             _three(stored.get(name), usual) for name, usual in zip(("image_mean", "image_std"), _USUAL[self._kind])
         )
         if mean is None or deviation is None or min(deviation) <= 0:
             raise folder.refused("image_mean and image_std in its preprocessor_config.json are not three numbers each")
         crops = bool(stored.get("do_center_crop", self._kind == "clip"))
-        return torch.tensor(mean).view(3, 1, 1), torch.tensor(deviation).view(3, 1, 1), crops
+        moved = [torch.tensor(each, device=self._device).view(3, 1, 1) for each in (mean, deviation)]
+        return moved[0], moved[1], crops
 
     @torch.inference_mode()
     def images(self, pixels: Tensor) -> Tensor:
@@ -87,10 +77,9 @@ class ImageTextModel:
         return torch.cat([*self._images(pixels)])
 
     def _images(self, pixels: Tensor) -> Iterator[Tensor]:
-        mean, deviation = (to_device(each, self._device) for each in (self._mean, self._deviation))
         for part in torch.split(pixels, _AT_ONCE):
             x = to_device(part, self._device).float().expand(-1, 3, -1, -1)
-            x = (self._fitted(x) / 255 - mean) / deviation
+            x = (self._fitted(x) / 255 - self._mean) / self._deviation
             yield _unit(self._model.get_image_features(pixel_values=x))
 
     def _fitted(self, x: Tensor) -> Tensor:

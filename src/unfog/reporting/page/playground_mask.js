@@ -208,11 +208,13 @@ class Mask extends View {
 		await this.loaded;
 		if (this.url && !this.image && this.kind !== "edit") throw new Error("the picture is not there any more; upload it again");
 		const {width, height, bits} = this, canvas = Object.assign(document.createElement("canvas"), {width, height});
-		const context = canvas.getContext("2d"), pixels = context.createImageData(width, height);
-		const white = this.kind === "mask" ? 1 : 255, hole = this.kind === "hole";
+		const context = canvas.getContext("2d"), white = this.kind === "mask" ? 1 : 255, hole = this.kind === "hole";
 		if (hole) context.drawImage(this.image, 0, 0, width, height);
-		const {data} = hole ? context.getImageData(0, 0, width, height) : pixels;
-		for (let i = 0; i < bits.length; i++) pixels.data.set(hole ? [...data.slice(4 * i, 4 * i + 3), bits[i] ? 0 : 255] : [white * bits[i], white * bits[i], white * bits[i], 255], 4 * i);
+		const pixels = hole ? context.getImageData(0, 0, width, height) : context.createImageData(width, height);
+		for (let i = 0; i < bits.length; i++) {
+			if (hole) pixels.data[4 * i + 3] = bits[i] ? 0 : 255;
+			else pixels.data.set([white * bits[i], white * bits[i], white * bits[i], 255], 4 * i);
+		}
 		context.putImageData(pixels, 0, 0);
 		return new Promise((done) => canvas.toBlob(done, "image/png"));
 	}

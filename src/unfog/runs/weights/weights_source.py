@@ -152,22 +152,20 @@ class WeightsSource(NamedTuple):
             return []
         before, shape = state.get(layer), shapes.get(layer)
         # The inputs of a channel are side by side, in a patch too. Channels behind those of the images stay the last.
-        unit = getattr(config.network, "patch", 1) ** 2
-        first = config.input_shape[0] * (1 + config.data.has_unknown)
+        patch = getattr(config.network, "patch", 1) ** 2
+        first = config.input_shape[0] * (1 + config.data.has_unknown) * patch
+        unit = config.conditions.image_factor**2 * patch
         if before is None or shape is None or before.ndim != len(shape):
             raise self._misfit(layer)
-        unit, first = unit * config.conditions.image_factor**2, unit * first
         if before.shape[1] + unit * sum(one.inputs for one in new) != shape[1]:
             raise self._misfit(layer)
         wide = before.new_zeros(before.shape[0], shape[1], *before.shape[2:])
         wide[:, :first] = before[:, :first]
-        old, places = first, _image_inputs(ours, first, unit)
-        for one in theirs:
-            size = unit * one.inputs
-            wide[:, places[one.name]] = before[:, old : old + size]
-            old += size
-        rest = before.shape[1] - old
-        wide[:, shape[1] - rest :] = before[:, old:]
+        places, old = _image_inputs(ours, first, unit), _image_inputs(theirs, first, unit)
+        for name, inputs in old.items():
+            wide[:, places[name]] = before[:, inputs]
+        end = max((inputs.stop for inputs in old.values()), default=first)
+        wide[:, shape[1] - (before.shape[1] - end) :] = before[:, end:]
         state[layer] = wide
         begin = "begins" if len(new) == 1 else "begin"
         names = ", ".join(one.name for one in new)

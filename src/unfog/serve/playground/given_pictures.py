@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 from PIL import Image
 
-from unfog.data.columns.second_source import mask_category, read_mask, transparent_pixels
+from unfog.data.columns.second_source import numbers_of_labels, read_mask, transparent_pixels
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import image_error, open_bytes
 from unfog.errors import RequestError
@@ -78,10 +78,8 @@ def condition_view(data: bytes, facts: ColumnFacts) -> bytes:
         return encode_png(pixels)
     missing = transparent_pixels(open_bytes(data, "the upload"))
     plane, _ = read_mask(lambda: missing.astype(np.uint8), ImageFormat.of(1, size))
-    file = io.BytesIO()
     alpha = np.where(plane > 0, 0, 255).astype(np.uint8)
-    Image.fromarray(np.concatenate([pixels, alpha[..., None]], 2)).save(file, "PNG")
-    return file.getvalue()
+    return encode_png(np.concatenate([pixels, alpha[..., None]], 2))
 
 
 def _mask_view(data: bytes, facts: ColumnFacts, format: ImageFormat) -> Pixels:
@@ -89,12 +87,6 @@ def _mask_view(data: bytes, facts: ColumnFacts, format: ImageFormat) -> Pixels:
         plane, coloured = read_mask(lambda: open_bytes(data, "the upload"), format)
     except (ImageError, ValueError, OSError) as error:
         raise RequestError(f"{facts.name}: the upload is not a mask: {image_error(error)}") from None
-    found, inverse = np.unique(plane, return_inverse=True)
-    names = [mask_category(value, coloured) for value in found.tolist()]
-    if unknown := [name for name in names if name not in facts.categories]:
-        raise RequestError(
-            f"{facts.name}: the upload has the value {unknown[0]}, and the masks of the run have "
-            f"{', '.join(facts.categories[:12])}; use these"
-        )
+    numbers = numbers_of_labels(plane, coloured, facts.categories, f"{facts.name}: the upload")
     colours: Pixels = np.array(category_colours(facts.categories), np.uint8)
-    return colours[[facts.categories.index(name) for name in names]][inverse.reshape(plane.shape)]
+    return colours[numbers]

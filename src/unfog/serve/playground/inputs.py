@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Inputs:
-    """Files of images, by what they are for; b"" is none."""
+    """Image files of a drawing, by their use; b"" for one that is missing."""
 
     image: bytes = b""
     """PNG to start from, at the size of the run."""
@@ -31,7 +31,7 @@ class Inputs:
 
     @property
     def nbytes(self) -> int:
-        """Length of `body`, which is not made for it."""
+        """Length of `body`, without joining its parts."""
         return sum(map(len, (self.image, self.mask, *self.given.values())))
 
     @property

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
@@ -84,14 +85,14 @@ class Studio:
             kept = format.to_pictures(edit.image[None])[0][known]
             facts["kept"] = {"pixels": int(known.sum()), "equal": bool((np.asarray(images)[:, known] == kept).all())}
         stopped = len(images) < count
-        pixels, more = np.ascontiguousarray(run.config.view(images) if not format.is_picture else images), b""
+        pixels, more = _shown(run.config, images), b""
         if not format.is_picture and len(images):
-            sheet, values = view_channels(run.config, images, ()), np.ascontiguousarray(images)
-            facts |= {"channel_bytes": len(sheet)}
+            values, more = np.ascontiguousarray(images), view_channels(run.config, images, ())
+            facts["channel_bytes"] = len(more)
             # Samples in the units of the source that are too many for a message are for `unfog sample`.
-            if pixels.nbytes + len(sheet) + values.nbytes <= MOST_BYTES:
-                facts |= {"values": [str(values.dtype), *values.shape]}
-            more = sheet + (values.tobytes() if "values" in facts else b"")
+            if pixels.nbytes + len(more) + values.nbytes <= MOST_BYTES:
+                facts["values"] = [str(values.dtype), *values.shape]
+                more += values.tobytes()
         channel.send("done", job, pixels.tobytes() + more, images=pixels.shape, stopped=stopped, **facts)
 
     def _load(self, path: str, **weights: Any) -> Run:
@@ -132,13 +133,16 @@ class _StepSender:
 
 def _tiles(images: Tensor, config: Config) -> Pixels:
     """Return images [N, C, H, W] as uint8 [N, h, w, C], at most 128 pixels wide; of arrays the view of the run."""
-    format = config.image_format
     side = max(images.shape[2:])
     if side > _TILE:
         small = [max(1, length * _TILE // side) for length in images.shape[2:]]
         images = adaptive_avg_pool2d(images.float(), (small[0], small[1]))
-    pictures = format.to_pictures(images)
-    return np.ascontiguousarray(pictures if format.is_picture else config.view(pictures))
+    return _shown(config, config.image_format.to_pictures(images))
+
+
+def _shown(config: Config, images: NDArray[Any]) -> Pixels:
+    """Return images [N, H, W, C] as uint8: pictures unchanged, and arrays in the view of the run."""
+    return np.ascontiguousarray(images if config.image_format.is_picture else config.view(images))
 
 
 def _every(steps: int, count: int, run: Run) -> int:

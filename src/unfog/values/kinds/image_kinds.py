@@ -204,6 +204,12 @@ MADE = tuple(name for name, kind in IMAGE_KINDS.items() if kind.made)
 """Kinds of the conditions that are made of the image; they are also the names of their columns."""
 
 
+def has_bytes(facts: ColumnFacts) -> bool:
+    """Return True if a second image has the values 0 to 255 of pictures in all of its channels."""
+    channels = int(facts.statistics[0])
+    return facts.statistics[3:] == (0.0,) * channels + (255.0,) * channels
+
+
 def image_columns(columns: Sequence[ColumnFacts]) -> list[ColumnFacts]:
     """Return those of the columns that are images, in their order, which is that of `Conditions.image`."""
     return [one for one in columns if one.kind in IMAGE_KINDS]
