@@ -263,7 +263,8 @@ def private_parts(root: Path, modules: set[str]) -> list[str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names:
                 is_part = re.match(r"_[a-z]|_[A-Z]\w*[a-z]", node.attr) and "  # " not in lines[node.lineno - 1]
-                found |= {f"{file.relative_to(root)}: {node.value.id}.{node.attr}"} if is_part else set()
+                if is_part:
+                    found.add(f"{file.relative_to(root)}: {node.value.id}.{node.attr}")
     return sorted(found)
 
 

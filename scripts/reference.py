@@ -236,6 +236,8 @@ def _texts(value: ast.expr, function: ast.FunctionDef, functions: dict[str, ast.
         case ast.JoinedStr():
             text = "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in value.values)
             yield re.sub("…+", "…", text)
+            if not re.search(r"\w{3}", text):  # it is made of other texts
+                parts = [part.value for part in value.values if isinstance(part, ast.FormattedValue)]
         case ast.IfExp():
             parts = [value.body, value.orelse]
         case ast.BoolOp():

@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--size", type=int, default=16)
-    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=4, choices=range(2, 2 + len(T)))
     asked = parser.parse_args()
     torch.set_num_threads(1)
     seen, seen_pictures = read(asked.pictures / "emoji", asked.size)

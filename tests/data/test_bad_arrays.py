@@ -112,7 +112,7 @@ def scramble(place: Path) -> None:
         path.write_bytes(np.random.default_rng(1).bytes(min(400, len(data))) + data[400:])
 
 
-DAMAGE = "truncated|empty|damaged|cannot be read|not an? |truncated file"
+DAMAGE = "truncated|empty|damaged|cannot be read|not an? "
 
 
 @pytest.mark.parametrize("fault", [truncate, empty, scramble])
@@ -122,7 +122,7 @@ def test_damaged_files_are_refused(kind: str, fault: Callable[[Path], None], her
     fault(here)
     said = refused(source, kind, capsys).rpartition("unfog: ")[2]
     assert re.search(DAMAGE, said)
-    assert re.search(r"restore|replace them|give |write it anew|damaged", said)
+    assert re.search(r"restore|replace them|give |write it anew", said)
 
 
 def header_of_npy(shape: tuple[int, ...], content: Any) -> None:

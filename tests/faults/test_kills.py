@@ -87,17 +87,16 @@ def test_a_run_on_mapped_values_with_unknown_pixels_survives_kills_to_the_bit(
     with faults.tried(f"kill -9 of a run on {kind} with value maps and unknown pixels") as attempt:
         for step in (5, 11) if FULL else (5,):
             job = train_or_resume(recipe, run)
-            job.until(partial(reached, run, step))
-            if job.running:
-                job.kill()
-                attempt.lost.append(lost_steps(run))
+            assert job.until(partial(reached, run, step)), job.said
+            job.kill()
+            attempt.lost.append(lost_steps(run))
         train_or_resume(recipe, run).ends()
         assert_same(run, reference)
     if FULL:
         with faults.tried(f"Ctrl-C in a run on {kind} with value maps and unknown pixels"):
             stopped = tmp_path / "stopped"
             job = train(recipe, stopped)
-            job.until(partial(reached, stopped, 4))
+            assert job.until(partial(reached, stopped, 4)), job.said
             job.ask("SIGINT", stopped)
             job.ends(3)
             resume(stopped).ends()

@@ -6,6 +6,7 @@ import torch
 from PIL import Image
 
 import unfog
+from conftest import FEW_PICTURES
 from random_weights import randomized
 from unfog.config.schema import Config
 from unfog.data.settings import Data
@@ -92,8 +93,7 @@ def test_an_image_is_added_to_a_trained_run_and_the_run_resumes_to_the_bit(tmp_p
     (tmp_path / "images").mkdir()
     for i, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (24, H, W, 3), np.uint8)):
         Image.fromarray(pixels).save(tmp_path / "images" / f"{i}.png")
-    never = {"every": -1}
-    tiny = {"batch": 8, "device": "cpu", "preview": never, "evaluate": never}
+    tiny = {"batch": 8, "device": "cpu", "evaluate": {"every": -1}, **FEW_PICTURES}
     first = unfog.train(
         tmp_path / "images", out=tmp_path / "first", steps=2, network="tiny", size=f"{W}x{H}", condition="grey", **tiny
     )
