@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unfog.config.presets import preset
-from unfog.config.requests.find_lr import FindLrRequest
+from unfog.config.requests.plan import FindLrRequest
 from unfog.config.schema import Config, Network
 from unfog.config.spec_strings import parse_spec, registry_of
 from unfog.errors import RunError

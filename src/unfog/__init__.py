@@ -209,7 +209,7 @@ def find_lr(
     source: Source, *, out: PathLikeText | None = None, preset: str = "default", seconds: float = 90.0, **settings: Any
 ) -> FindLrResult:
     """Find a learning rate on a throwaway copy of the network. Writes the curve to `out`, unless it is None."""
-    from unfog.config.requests.find_lr import FindLrRequest
+    from unfog.config.requests.plan import FindLrRequest
     from unfog.runs.find_lr import find_lr as search
 
     folder = out_path(out, settings)
