@@ -195,9 +195,7 @@ class Comparison:
     def _pixels_of_halves(self, count: int) -> Tensor:
         """Return pixels of the real images whose halves are compared: twice `count` of them, or all."""
         count = min(2 * count, _MOST_PIXELS, len(self.reference))
-        return torch.from_numpy(
-            np.ascontiguousarray(self.reference.pixels[evenly_spaced(len(self.reference), count)])
-        )
+        return torch.from_numpy(np.ascontiguousarray(self.reference.pixels[evenly_spaced(len(self.reference), count)]))
 
 
 def _check_shapes(real: tuple[int, ...], samples: tuple[int, ...]) -> None:
