@@ -36,7 +36,9 @@ def find_ranges(
     """Find the ranges of the images deeper than 8 bits in a sample, whose headers are read first.
 
     Without `integers`, these keep the range of their type. Values that are equal to `filler` are unknown, and left out.
-    `warn` is called with a line if integers use little of the range that was found. RequestError if most images have values of an unknown range, RunError if an image cannot be read now.
+    `warn` is called with a line if integers use little of the range that was found.
+
+    RequestError if most images have values of an unknown range, RunError if an image cannot be read now.
     """
     extents: dict[bool, list[Extent]] = {True: [], False: []}  # of floating point, and of integers
     for values in _deep_values(source):
