@@ -42,6 +42,13 @@ NOBODY = 65534
 BIND, FUSE = "bind mount", "FUSE"
 
 
+@pytest.fixture(autouse=True)
+def _no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process; runs in other ones pause as they do."""
+    monkeypatch.setattr(outages, "_RETRY", 0.02)
+    monkeypatch.setattr(outages, "_REPORT", 0.01)
+
+
 @pytest.fixture
 def place() -> Iterator[Path]:
     """A folder that other users may enter, unlike tmp_path."""
