@@ -15,13 +15,15 @@ from torch import nn
 import forked
 from conftest import few_images
 from planned import SMALL, config, live, traced
+from text_columns import format_of_texts
 from unfog.config.presets import PRESETS, autoencoder_recipe
+from unfog.config.schema import Config
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import Autoencoder
 from unfog.models.network_settings import CustomNetwork
-from unfog.models.settings import SIZES, MPUNet
+from unfog.models.settings import SIZES, MPUNet, TextEncoderSettings
 from unfog.pipeline.build import build_network
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.memory_estimate import (  # traces are compared, of which the program shows sums
@@ -375,6 +377,11 @@ def test_gradient_checkpointing_only_where_one_image_does_not_fit_without():
         MicrobatchChoice.largest(given, CPU, int(0.9 * recomputed / MARGIN))
 
 
+def with_text(given: Config, length: int = 6) -> Config:
+    """These settings for images with texts of so many tokens, which an encoder of two layers reads."""
+    return replace(given, columns=format_of_texts(length).columns, text_encoder=TextEncoderSettings(2, 64))
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -382,6 +389,11 @@ def test_gradient_checkpointing_only_where_one_image_does_not_fit_without():
         replace(config(1), classes=tuple(map(str, range(100_000)))),
         config(3, 8),
         config(3, 8, MPUNet((8,), attention=(True,), head_channels=8)),
+        with_text(config(3, 8)),
+        pytest.param(with_text(config(3, network=SMALL), 255), marks=pytest.mark.exhaustive),
+        pytest.param(
+            with_text(config(3, 8, MPUNet((8,), attention=(True,), head_channels=8))), marks=pytest.mark.exhaustive
+        ),
         *(
             pytest.param(config(4, 64, SIZES[n]), marks=pytest.mark.exhaustive)
             for n in ("tiny", "small", "mp-tiny", "dit-tiny")
