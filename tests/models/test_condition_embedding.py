@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from unfog.models.condition_layers import ColumnEmbedding, column_inputs
+from unfog.models.condition_embedding import ColumnEmbedding, column_inputs
 from unfog.values.columns import Column
 from unfog.values.condition_format import conditions_of, facts_of
 
