@@ -209,14 +209,18 @@ def _parts(run: Run, prepared: PreparedSampling, words: Mapping[str, object], sp
         wanted = [(size, len([*group])) for size, group in groupby(islice(cycle(sizes), generation.count))]
     else:
         wanted = [(one.size, count) for one, count in zip(buckets, share_samples(buckets, generation.count)) if count]
+    at_sizes = {size: run.at_size(size) for size, _ in wanted}
+    given = {
+        size: sized.config.conditions.parse(read_pictures(sized.config, words, generation.count))
+        for size, sized in at_sizes.items()
+        if sizes
+    }
     for size, count in wanted:
-        sized, own = run.at_size(size), replace(generation, first=first, count=count)
-        if sizes:
-            pictures = read_pictures(sized.config, words, generation.count)
-            own = replace(own, given=sized.config.conditions.parse(pictures))
-            digest = hashlib.sha256(f"{digest} {own.given}".encode()).hexdigest()
-        parts.append(_Part(sized, prepared._replace(generation=own)))
+        own = replace(generation, first=first, count=count, given=given.get(size, generation.given))
+        parts.append(_Part(at_sizes[size], prepared._replace(generation=own)))
         first += count
+    if sizes:  # read at another size, a picture shows more
+        digest = hashlib.sha256(f"{digest} {[*given.values()]}".encode()).hexdigest()
     shares = [(part.run.config.data.size, part.prepared.generation.count) for part in parts]
     return parts, hashlib.sha256(f"{digest} {shares}".encode()).hexdigest()
 

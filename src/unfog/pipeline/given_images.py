@@ -119,8 +119,7 @@ def _parts(name: str, value: object, hidden: Picture, channels: int) -> Iterator
 
 def _of_array(name: str, value: Any, channels: int) -> Iterator[_Given]:
     array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
-    array = array.astype(np.uint8) * 255 if array.dtype == bool else array
-    if array.dtype.kind not in "uif" or array.ndim not in (2, 3, 4) or not array.size:
+    if array.dtype.kind not in "buif" or array.ndim not in (2, 3, 4) or not array.size:
         raise RequestError(
             f"given {name!r} is {array.dtype} {list(array.shape)}; give a file, a folder, or an array [H, W], "
             "[H, W, C] or [n, H, W, C]"
@@ -165,7 +164,22 @@ def _picture(config: Config, facts: ColumnFacts, given: _Given | Picture) -> Pic
     if isinstance(given, Picture):
         return given
     with _usable(facts, given):
-        return picture_text(_READERS[facts.kind](config, facts, given), given.name)
+        return picture_text(_READERS[facts.kind](config, facts, _with_white(facts, given)), given.name)
+
+
+def _with_white(facts: ColumnFacts, given: _Given) -> _Given:
+    """Return a picture whose booleans, if it has some, are black and white, and in a mask its two labels."""
+
+    def read() -> _Found:
+        found = given.read()
+        if not isinstance(found, np.ndarray) or found.dtype != bool:
+            return found
+        if facts.kind != "mask":
+            return found.astype(np.uint8) * np.uint8(255)
+        pair = [int(name) for name in facts.categories if not name.startswith("#")]
+        return np.where(found, *(reversed(pair) if len(pair) == 2 else (1, 0)))
+
+    return given._replace(read=read)
 
 
 @contextmanager

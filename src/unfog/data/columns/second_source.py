@@ -96,7 +96,14 @@ def _pair(source: Source, name: str, text: str, kind: str, warn: Callable[[str],
         first = source.names[int(np.flatnonzero(partner < 0)[0])]
         warn(f"{said} has no image for {missing:,} of {len(partner):,}, such as {sanitize(first)}: unknown for them")
     _check_proportions(source, second, partner, said)
-    return SecondSource(name, kind or _find_kind(second, partner), second, partner)
+    if not kind:
+        kind, values = _find_kind(second, partner)
+        if kind == "image" and values == 1:
+            warn(
+                f"{said}: those that were looked at have one value, and so are taken as pictures; if they are masks, "
+                f"give {name}=SOURCE:mask"
+            )
+    return SecondSource(name, kind, second, partner)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -160,8 +167,11 @@ def _alike(one: tuple[int, int], other: tuple[int, int]) -> bool:
     return abs(down * width / across - height) <= 1 or abs(across * height / down - width) <= 1
 
 
-def _find_kind(second: Source, partner: NDArray[np.int64]) -> str:
-    """Return "mask" if a sample has few values, all of them whole numbers or colours of a palette, else "image"."""
+def _find_kind(second: Source, partner: NDArray[np.int64]) -> tuple[str, int]:
+    """Return the kind, and how many values a sample has, as far as they were counted.
+
+    It is "mask" if these are few, and all of them whole numbers or colours of a palette, else "image".
+    """
     found = set[int]()
     paired = partner[partner >= 0]
     for i in paired[list(spread(len(paired), _SAMPLED))].tolist():
@@ -170,8 +180,8 @@ def _find_kind(second: Source, partner: NDArray[np.int64]) -> str:
         except (ImageError, ValueError):
             continue
         if len(found) > _FEW_VALUES:
-            return "image"
-    return "mask" if len(found) > 1 else "image"
+            break
+    return "mask" if 1 < len(found) <= _FEW_VALUES else "image", len(found)
 
 
 def combined_stamp(source: Source, seconds: Sequence[SecondSource]) -> tuple[str, int]:
