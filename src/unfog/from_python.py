@@ -184,9 +184,9 @@ def _pop_conditions(source: object, settings: dict[str, Any]) -> Mapping[str, An
         if given is not settings and named:
             settings["data"] = {name: value for name, value in given.items() if name != "condition"}
         return {}
-    columns, images = store_images(columns)
-    if images or (not named and columns):
-        settings["condition"] = ",".join([*([named] if named else columns), *images])
+    columns, condition = store_images(columns, named)
+    if condition != named:
+        settings["condition"] = condition
         if given is not settings and named:
             settings["data"] = {name: value for name, value in given.items() if name != "condition"}
     return columns

@@ -106,8 +106,11 @@ def test_arrays_of_booleans_are_masks_of_two_labels(tmp_path, monkeypatch):
         np.save(tmp_path / "folder" / "a" / f"{i}.npy", mask)
     pictures = tmp_path / "images.npy"
     np.save(pictures, np.zeros((8, HEIGHT, WIDTH, 3), np.uint8))
-    others, (word,) = store_images({"temp": list(range(8)), "mask": masks})
+    others, condition = store_images({"temp": list(range(8)), "mask": masks}, "")
     assert list(others) == ["temp"]
+    first, word = condition.split(",")
+    assert first == "temp"
+    assert store_images({"mask": masks}, "mask:mask,temp")[1] == f"temp,{word}"
     labels = {}
     for name, condition in {"npy": f"mask={tmp_path / 'masks.npy'}", "python": word}.items():
         labels[name] = read(pictures, condition).train.columns["mask"]

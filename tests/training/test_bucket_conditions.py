@@ -106,7 +106,7 @@ def test_a_run_resumes_to_the_bit_and_draws_each_picture_in_its_bucket(tmp_path)
             config.at_size(bucket.size).image_format.shape[1:]
         }
     out = tmp_path / "out"
-    given = ("--given", f"mask={masks}", "--sampler.steps", 2)
+    given = ("--given", f"mask={masks}", "--steps", 2, "--device", "cpu")
     output(forked(["sample", tmp_path / "whole", "-n", 4, "--out", out, *given]))
     drawn = [Image.open(path).size for path in sorted(out.glob("0*.png"))]
     assert drawn == [(32, 32), (44, 24), (24, 44), (32, 32)]

@@ -32,23 +32,26 @@ def columns_by_name(conditions: Any) -> dict[str, Any]:
     return dict(conditions)
 
 
-def store_images(columns: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def store_images(columns: Mapping[str, Any], named: str) -> tuple[dict[str, Any], str]:
     """Write conditions that are images, [N, H, W] or [N, H, W, C], as arrays into the cache.
 
-    Returns the other columns, and words of `data.condition` that name the arrays. Booleans are masks of 0 and 1.
-    RequestError if the cache cannot be written.
+    `named` is `data.condition` as it was given; "" for all columns. Returns the other columns, and `data.condition`
+    that names them and the arrays. Booleans are masks of 0 and 1. RequestError if the cache cannot be written.
     """
-    others, words = dict(columns), list[str]()
+    others, words = dict(columns), named.split(",") if named else [*columns]
     for name, values in columns.items():
         array = as_array(values) if is_array(values) else None
         if array is None or array.ndim not in (3, 4) or array.dtype.kind not in "buif":
             continue
-        kind = ":mask" * (array.dtype == np.bool_)
+        boolean = array.dtype == np.bool_
+        own = next((word for word in words if word.partition(":")[0].strip() == name), name)
+        kind = own.partition(":")[2] or "mask" * boolean
         content = io.BytesIO()
-        np.save(content, array.astype(np.uint8) if kind else array, allow_pickle=False)
-        words.append(f"{name}={_stored(content.getvalue(), 'condition', 'npy')}{kind}")
+        np.save(content, array.astype(np.uint8) if boolean else array, allow_pickle=False)
+        path = _stored(content.getvalue(), "condition", "npy")
+        words = [*(word for word in words if word != own), f"{name}={path}" + f":{kind}" * bool(kind)]
         del others[name]
-    return others, words
+    return others, ",".join(words)
 
 
 def _stored(content: bytes, what: str, suffix: str) -> Path:
