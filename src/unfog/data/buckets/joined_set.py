@@ -116,7 +116,8 @@ def scale_values(values: NDArray[Any], kind: str, sides: tuple[int, ...]) -> NDA
     else:
         scaled = interpolate(floats, sides, mode="nearest-exact")
     found = scaled.numpy()
-    return (found.round() if values.dtype.kind in "iu" else found).astype(values.dtype)
+    result: NDArray[Any] = (found.round() if values.dtype.kind in "iu" else found).astype(values.dtype)
+    return result
 
 
 def scale(pixels: NDArray[np.uint8], format: ImageFormat) -> NDArray[np.uint8]:
