@@ -110,3 +110,5 @@ def test_a_run_resumes_to_the_bit_and_draws_each_picture_in_its_bucket(tmp_path)
     output(forked(["sample", tmp_path / "whole", "-n", 4, "--out", out, *given]))
     drawn = [Image.open(path).size for path in sorted(out.glob("0*.png"))]
     assert drawn == [(32, 32), (44, 24), (24, 44), (32, 32)]
+    output(forked(["sample", tmp_path / "whole", "-n", 3, "--out", tmp_path / "free", *given[2:]]))
+    assert {Image.open(path).size for path in (tmp_path / "free").glob("0*.png")} == {(32, 32), (44, 24), (24, 44)}
