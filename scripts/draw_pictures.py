@@ -14,7 +14,7 @@ puts real images above the stored samples of a run of benchmarks/quality.
 draws channels.png, the channels of true and generated fields, and
 
     python scripts/tutorial_images.py densities densities.npy
-    unfog train densities.npy --wrap xy --data.map log --network unet:channels=16/32,attention=0/0 --batch 32 --budget 6m
+    unfog train densities.npy --wrap xy --data.map log --network unet:channels=16/32,attention=0/0 --budget 20m
     python scripts/draw_pictures.py runs/densities --density densities.npy
 
 densities.png, which has true and generated densities, and generated ones beside themselves.

@@ -5,6 +5,7 @@ A shortcut for tests of every command there, which this machine cannot run. It i
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from PIL import Image
 
 from conftest import QUIET, TRANSFORMER
+from package_source import trees
 
 PROGRAM = Path(__file__).parents[1] / "no_posix.py"
 SIZE = ["--network", TRANSFORMER, "--size", "16"]
@@ -30,6 +32,16 @@ def said(*words: object) -> str:
     assert done.returncode == 0, output
     assert "bug in unfog" not in output, output
     return output
+
+
+def test_fields_of_files_that_windows_lacks_are_not_taken_for_granted():
+    lacking = {"st_blocks", "st_blksize", "st_rdev", "st_flags"}
+    found = {
+        path: {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        for path, tree in trees().items()
+    }
+    assert len(found) > 30
+    assert [path for path, names in found.items() if names & lacking] == []
 
 
 @pytest.mark.slow
