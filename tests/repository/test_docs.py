@@ -9,8 +9,8 @@ import pytest
 import unfog
 from unfog.cli.parse import parse_args
 from unfog.cli.read_request import REQUESTS
-from unfog.commands.slurm import SlurmRequest
 from unfog.config.aliases import COMMANDS
+from unfog.config.requests.slurm import SlurmRequest
 from unfog.errors import RequestError
 from unfog.text import manual
 
