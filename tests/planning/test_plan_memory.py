@@ -125,7 +125,7 @@ def test_an_autoencoder_and_augmented_images_with_classes_are_affine_too():
     recipe = replace(autoencoder_recipe(), data=given.data, autoencoder=encoder)
     trained = replace(recipe, training=replace(recipe.training, precision="fp32"))
     for one in (augmented, trained):
-        few, more, many = (traced(one, "cpu", n, 2) for n in (2, 4, 11))
+        few, more, many = (traced(one, "cpu", n) for n in (2, 4, 11))
         assert few.extrapolate(11, more, 2, 4) == many
 
 
@@ -206,7 +206,7 @@ def test_what_is_saved_by_precision_checkpointing_and_micro_batch():
     assert half < 0.8 * on_gpu < full  # CUDA's autocast normalises in fp32, and keeps what it normalised
     channels_last = activations("cuda", precision="bf16", memory_format="channels_last")
     assert channels_last == pytest.approx(half, rel=0.02)  # which the norm for channels_last avoids
-    assert activations(microbatch=2) < 0.3 * full
+    assert activations(microbatch=1) < 0.2 * full
     assert activations(checkpointing=True) < 0.5 * full
 
 
@@ -367,7 +367,7 @@ def test_the_micro_batch_is_chosen_in_the_precision_of_the_run(monkeypatch):
 
 
 def test_gradient_checkpointing_only_where_one_image_does_not_fit_without():
-    given = config(4, 32, SMALL)
+    given = config(2, 32, SMALL)  # each further micro-batch costs the search two traces
     one, recomputed = (MemoryEstimator(given, "cpu").training(1, again) for again in (False, True))
     assert recomputed < 0.9 * one
     fit = MicrobatchChoice.largest(given, CPU, int((one + recomputed) / 2 / MARGIN))
@@ -401,9 +401,9 @@ def with_text(given: Config, length: int = 6) -> Config:
     ],
 )
 def test_the_glance_is_never_below_the_prediction(given):
-    """So that no trace is needed where even that fits."""
+    """So that no trace is needed where even that fits. A captured step takes more than one that is not."""
     captured = replace(given, training=replace(given.training, capture=True))
-    for device, one in (("cpu", given), ("cuda", given), ("cuda", captured)):
+    for device, one in (("cpu", given), ("cuda", captured)):
         batch = given.training.batch
         assert memory_upper_bound(one, batch) > MemoryEstimator(one, device).training(batch, False)
 
@@ -437,7 +437,7 @@ sys.path.insert(0, {tests!r})
 torch.set_num_threads(1)
 from planned import SMALL, config
 from unfog.data.settings import Data
-from unfog.runs.train import train as start
+from unfog.runs.train import train_run as start
 asked = config(256, 32, SMALL, steps=1)
 asked = dataclasses.replace(asked, source={source!r}, data=Data(size=32, cache="memory"))
 asked = dataclasses.replace(asked, preview=dataclasses.replace(asked.preview, every=-1, images=1))
