@@ -14,6 +14,7 @@ from PIL import Image
 
 import unfog
 from conftest import TRANSFORMER
+from image_bytes import random_png as png
 from unfog.config.presets import preset
 from unfog.config.requests.pack import PackRequest
 from unfog.config.validate import check_request
@@ -27,12 +28,6 @@ from unfog.errors import RequestError
 from unfog.pipeline.load_data import load_images
 from unfog.pipeline.pack import pack
 from unfog.process.signals import StopSignals
-
-
-def png(i: int) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(np.random.default_rng(i).integers(0, 256, (8, 8, 3), np.uint8)).save(file, "PNG")
-    return file.getvalue()
 
 
 def fill(folder: Path, names: list[str]) -> Path:

@@ -18,6 +18,7 @@ from PIL import Image
 
 import unfog
 from conftest import FEW_PICTURES, TRANSFORMER
+from image_bytes import random_png as png
 from unfog.config.validate import check_source
 from unfog.data import decode_pool as bulk
 from unfog.data.decode import decode
@@ -35,13 +36,6 @@ pytestmark = pytest.mark.slow
 
 pytest.importorskip("aiohttp")
 pytest.importorskip("s3fs")
-
-
-def png(i: int, side: int = 16) -> bytes:
-    pixels = np.random.default_rng(i).integers(0, 256, (side, side, 3), np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
 
 
 def tar(images: range) -> bytes:
