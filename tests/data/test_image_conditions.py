@@ -14,7 +14,7 @@ from unfog.data.settings import Data, parse_condition
 from unfog.data.sources.registry import open_source
 from unfog.device.sharded_rng import rows_of
 from unfog.errors import RequestError
-from unfog.models.condition_layers import IMAGES
+from unfog.models.image_conditions import IMAGES
 from unfog.values.columns import Column
 from unfog.values.condition_format import ConditionFormat, conditions_of, facts_of
 from unfog.values.conditions import Conditions

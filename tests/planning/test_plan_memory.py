@@ -425,7 +425,7 @@ sys.path.insert(0, {tests!r})
 torch.set_num_threads(1)
 from planned import SMALL, config
 from unfog.data.settings import Data
-from unfog.runs.train import train as start
+from unfog.runs.train import train_run as start
 asked = config(256, 32, SMALL, steps=1)
 asked = dataclasses.replace(asked, source={source!r}, data=Data(size=32, cache="memory"))
 asked = dataclasses.replace(asked, preview=dataclasses.replace(asked.preview, every=-1, images=1))

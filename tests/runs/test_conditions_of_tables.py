@@ -11,7 +11,7 @@ from launches import ended, kill_after_checkpoint, launched, output  # noqa: F40
 from unfog.cli.main import main
 from unfog.errors import RequestError
 from unfog.inference.run import Run
-from unfog.models.condition_layers import ColumnEmbedding, column_inputs
+from unfog.models.condition_embedding import ColumnEmbedding, column_inputs
 from unfog.models.network_settings import build_model
 from unfog.models.settings import SIZES
 from unfog.values.columns import Column

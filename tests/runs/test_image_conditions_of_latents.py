@@ -16,7 +16,7 @@ from unfog.data.packs.latent_cache import Normalise
 from unfog.errors import RequestError
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder
-from unfog.models.condition_layers import ImageInput
+from unfog.models.image_conditions import ImageInput
 from unfog.models.network_settings import build_model
 from unfog.pipeline.latents import save_autoencoder
 from unfog.values.condition_format import ConditionFormat

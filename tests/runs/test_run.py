@@ -15,7 +15,6 @@ from PIL import Image
 import forked
 import unfog
 from conftest import NETWORK, few_images
-from unfog.commands.sample import write_grid
 from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.diffusion.noise import VP, Cosine, LogitNormal, NoiseSource
@@ -29,6 +28,7 @@ from unfog.planning.auto_settings import AutoSettings, parse_duration
 from unfog.planning.intervals import choose_intervals, round_down_to_125
 from unfog.process.device import resident_bytes
 from unfog.reporting.records import read_events, read_metrics
+from unfog.runs.sample import write_grid
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.settings import EmaSnapshots
 from unfog.values.condition_format import ConditionFormat

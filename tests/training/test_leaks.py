@@ -15,7 +15,7 @@ import torch
 from unfog.config.presets import preset
 from unfog.config.toml import update
 from unfog.runs import session
-from unfog.runs.train import train
+from unfog.runs.train import train_run
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +68,7 @@ def watch(folder, steps, source):
             seen[step] = held()
 
     session.Session.on_step_end = advanced
-    train(configured(steps, source), Path(folder))
+    train_run(configured(steps, source), Path(folder))
     print(json.dumps(seen))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from unfog.config.aliases import EPOCHS, USUAL, advice_on, current_name
 from unfog.config.representation import LatentSpace, PixelSpace, Representation
-from unfog.config.task import AutoencoderTask, DiffusionTask, Task
+from unfog.config.task import AutoencoderTask, DiffusionTask, RunTask
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.sampler import Sampler
@@ -200,7 +200,7 @@ class Config:
             )
 
     @property
-    def task(self) -> Task:
+    def task(self) -> RunTask:
         """Task of the run: to train a diffusion model, or with `unfog train-autoencoder` an autoencoder."""
         return AutoencoderTask(self.autoencoder) if self.autoencoder.factor else DiffusionTask()
 

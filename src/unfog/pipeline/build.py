@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from unfog.config.schema import Config
-from unfog.config.task import AutoencoderTask, DiffusionTask, Task
+from unfog.config.task import AutoencoderTask, DiffusionTask, RunTask
 from unfog.config.validate import check_network_size
 from unfog.data.buckets.joined_set import Rows
 from unfog.data.buckets.stream import BucketStream
@@ -225,7 +225,7 @@ class _Parts(NamedTuple):
     """The noise levels that follow losses, if any do."""
 
 
-_PARTS: dict[type[Task], _Parts] = {
+_PARTS: dict[type[RunTask], _Parts] = {
     DiffusionTask: _Parts(
         _build_diffusion_network,
         _build_diffusion_loss,

@@ -16,7 +16,7 @@ from torch import Tensor
 from unfog.checks.run.loss_checks import LossImages, check_overfitting, loss_images, measure_losses
 from unfog.checks.run.run_record import RunRecord
 from unfog.config.schema import Config
-from unfog.config.task import AutoencoderTask, DiffusionTask, Task
+from unfog.config.task import AutoencoderTask, DiffusionTask, RunTask
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced, take_with_rows
 from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, LossAt, midpoints, summarize_losses
 from unfog.models.autoencoder import AutoencoderModel
@@ -337,4 +337,4 @@ class _AutoencoderPreviews(Previews):
         return self.with_ema_weights(len(x0), compute)
 
 
-_PREVIEWS: dict[type[Task], type[Previews]] = {DiffusionTask: Previews, AutoencoderTask: _AutoencoderPreviews}
+_PREVIEWS: dict[type[RunTask], type[Previews]] = {DiffusionTask: Previews, AutoencoderTask: _AutoencoderPreviews}

@@ -68,15 +68,14 @@ from unfog.training.checkpoints.writer import CheckpointWriter, ShardStatusStore
 from unfog.training.distributed.coordination import CoordinatedHooks
 from unfog.training.distributed.world import World, init_world
 from unfog.training.hooks import Task, TrainingHooks
-from unfog.training.loop import LoopSettings
-from unfog.training.loop import train as advance
+from unfog.training.loop import LoopSettings, train
 from unfog.training.optimizers import check_resumable
 from unfog.training.settings import Custom
 from unfog.training.state import TrainState
 
 
 @caller_flags_kept()
-def train(config: Config, out: Path | None = None, callbacks: Sequence[object] = ()) -> tuple[RunFolder, bool]:
+def train_run(config: Config, out: Path | None = None, callbacks: Sequence[object] = ()) -> tuple[RunFolder, bool]:
     """Train a new run. Returns its folder, and False if a signal stopped training before its end.
 
     `callbacks` are objects with methods of `unfog.callbacks.Callback`.
@@ -182,7 +181,7 @@ def run_training_loop(
             suppress(Interrupted) if world.size == 1 else nullcontext(),
             compile_errors_explained("resume the run", hooks.stop_requested),
         ):
-            advance(settings, state, task, hooks, world)
+            train(settings, state, task, hooks, world)
         CoordinatedHooks(hooks, world).finish(state)
 
 
