@@ -106,7 +106,9 @@ def test_links_to_files_are_text_or_addresses_of_the_repository(builder, monkeyp
     text, page = "[a](../src/unfog/text.py#L3) and [b](guide.md#x)", ROOT / "docs/sampling.md"
     assert builder.convert(text, page) == "a (`src/unfog/text.py`) and [b](guide.md#x)"
     monkeypatch.setattr(builder, "addresses", lambda: {"Source": "https://host/us/unfog"})
-    assert builder.convert(text, page) == "[a](https://host/us/unfog/blob/HEAD/src/unfog/text.py#L3) and [b](guide.md#x)"
+    assert (
+        builder.convert(text, page) == "[a](https://host/us/unfog/blob/HEAD/src/unfog/text.py#L3) and [b](guide.md#x)"
+    )
 
 
 @pytest.mark.slow
