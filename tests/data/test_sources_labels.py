@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 import unfog
-from conftest import TRANSFORMER
+from conftest import FEW_PICTURES, TRANSFORMER
 from image_bytes import random_png as png
 from unfog.config.presets import preset
 from unfog.config.requests.pack import PackRequest
@@ -447,15 +447,7 @@ def test_train_with_a_relative_table_and_resume_from_elsewhere(
 ) -> None:
     write(tmp_path / "kinds.csv", "file,label\n" + ROWS)
     monkeypatch.chdir(tmp_path)
-    settings = {
-        "size": 8,
-        "batch": 4,
-        "network": TRANSFORMER,
-        "device": "cpu",
-        "precision": "fp32",
-        "preview": {"every": 0, "images": 1},
-        "sampler": {"steps": 2},
-    }
+    settings = {"size": 8, "batch": 4, "network": TRANSFORMER, "device": "cpu", "precision": "fp32", **FEW_PICTURES}
     run = unfog.train("photos", out="run", steps=2, data={"labels": "kinds.csv"}, **settings)
     assert tuple(run.classes) == ("cat", "dog")
     assert f'labels = "{tmp_path / "kinds.csv"}"' in (tmp_path / "run/config.toml").read_text()
