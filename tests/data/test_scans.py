@@ -154,6 +154,20 @@ def test_12_bits_in_16_keep_their_range(tmp_path: Path) -> None:
     assert (data.dtype, data.range) == ("uint16", (0, 4095))
 
 
+def test_the_window_of_a_scan_is_named_and_not_applied(tmp_path: Path) -> None:
+    source = open_source(write_ct(tmp_path / "a.dcm", VOLUME))
+    (line,) = source.reading_warnings
+    assert "--data.range -160 240" in line  # 40 with a width of 400
+    assert np.array_equal(images(source)[..., 0], VOLUME)
+    colour = RNG.integers(0, 255, (2, 8, 8, 3))
+    for path in (
+        write_ct(tmp_path / "without.dcm", VOLUME, WindowWidth=None),
+        write_ct(tmp_path / "empty.dcm", VOLUME, WindowWidth="0"),
+        save_dicom(tmp_path / "colour.dcm", colour, WindowCenter="40", WindowWidth="400"),
+    ):
+        assert open_source(path).reading_warnings == []
+
+
 def test_volumes_are_turned_to_the_patient(tmp_path: Path) -> None:
     turned = VOLUME.transpose(0, 2, 1)[:, ::-1]  # [z, x from right to left, y]
     affine = np.array([[0, -2.0, 0, 0], [0, 0, 2, 0], [3, 0, 0, 0], [0, 0, 0, 1]])
