@@ -8,6 +8,11 @@ samplers.png, each with its labels in the picture. All rows of a picture begin a
     python scripts/draw_pictures.py --contest emoji-20m-default+tiny+muon-0 --images EMOJI --out emoji-20m.png
 
 puts real images above the stored samples of a run of benchmarks/quality.
+
+    python scripts/draw_pictures.py --rows cifar10-20m-denoising-diffusion-pytorch-0 cifar10-20m-diffusers-0 \\
+        "cifar10-20m-default+tiny+muon-0" --out ../contest.png
+
+puts the first two rows of several such runs below each other.
 """
 
 from __future__ import annotations
@@ -90,17 +95,29 @@ def beside_real(grid: Path, images: Path) -> Image.Image:
     return page
 
 
+def first_rows(grids: Sequence[Path], rows: int = 2, apart: int = 12) -> Image.Image:
+    """Return the first rows of several stored grids, of images of 64 pixels, below each other."""
+    parts = [Image.open(grid).convert("RGB") for grid in grids]
+    height = rows * 66 - 2
+    page = Image.new("RGB", (parts[0].width, len(parts) * (height + apart) - apart), PAPER)
+    for i, part in enumerate(parts):
+        page.paste(part.crop((0, 0, part.width, height)), (0, i * (height + apart)))
+    return page
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, nargs="?")
     parser.add_argument("--only", nargs="*", default=list(DRAWN), choices=DRAWN)
     parser.add_argument("--contest", help="name of a stored grid")
+    parser.add_argument("--rows", nargs="+", help="names of stored grids")
     parser.add_argument("--images", type=Path, help="the images of the contest")
     parser.add_argument("--out", help="name of its picture")
     given = parser.parse_args()
     PICTURES.mkdir(exist_ok=True)
-    if given.contest:
-        page = beside_real(GRIDS / f"{given.contest}.png", given.images)
+    if given.contest or given.rows:
+        grids = [GRIDS / f"{name}.png" for name in given.rows or [given.contest]]
+        page = first_rows(grids) if given.rows else beside_real(grids[0], given.images)
         page.quantize(256, dither=Image.Dither.NONE).save(PICTURES / given.out, optimize=True)
         return
     run = unfog.load(given.run)

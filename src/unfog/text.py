@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import re
 from collections.abc import Iterable
@@ -82,6 +83,13 @@ def format_bytes(count: float) -> str:
     if count >= 1e9:
         return f"{count / 1e9:,.1f} GB"
     return f"{count / 1e6:,.0f} MB" if count >= 1e7 else f"{count / 1e6:,.1f} MB"
+
+
+def encoding_of_mark(content: bytes) -> str:
+    """Return the codec that the byte order mark of a text names, and that leaves it out; "" without a mark."""
+    if content.startswith(codecs.BOM_UTF8):
+        return "utf-8-sig"
+    return "utf-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else ""
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:

@@ -307,6 +307,22 @@ def test_a_set_of_integers_and_floats_has_a_range_for_each(tmp_path: Path) -> No
     assert again.train.fingerprint == made.train.fingerprint
 
 
+@pytest.mark.parametrize(
+    ("most", "asked", "said"),
+    [
+        (10_000, {}, "--data.range 0 10000"),
+        (40_000, {"dtype": "uint16"}, "--data.range 0 40000"),
+        (4_000, {}, ""),
+        (60_000, {"dtype": "uint16"}, ""),
+    ],
+)
+def test_integers_that_use_little_of_their_bits_are_said(tmp_path: Path, most: int, asked: Any, said: str) -> None:
+    values = (TWELVE.astype(float) * most / 4095).round().astype(np.uint16)
+    place = folder(tmp_path / "s", {f"{i:02}.png": image for i, image in enumerate(values)})
+    lines = prepare(open_source(place), replace(MEMORY, **asked)).warnings
+    assert [said in line and f"integers up to {most:,}" in line for line in lines] == [True] * bool(said)
+
+
 @pytest.mark.parametrize("where", ["memory", "disk", "none"])
 def test_a_resume_has_the_range_that_the_run_began_with(tmp_path: Path, where: str) -> None:
     place = folder(tmp_path / "s", {f"{i:02}.png": image for i, image in enumerate(TWELVE)})

@@ -109,6 +109,8 @@ def test_odd_files_are_read_or_named(tmp_path):
     (line,) = dataset.warnings
     for said in ("1 not in UTF-8", "02.png", "NUL", "larger than 64 KB", f"longer than {MOST_LENGTH} tokens"):
         assert said in line
+    assert "1 empty (such as 03.png)" in line
+    assert "1 without a text file that can be read (such as 04.png)" in line
 
 
 def test_links_and_folders_in_place_of_captions_are_not_read(tmp_path):
@@ -117,7 +119,11 @@ def test_links_and_folders_in_place_of_captions_are_not_read(tmp_path):
     (path / "00.txt").mkdir()
     (path / "01.txt").unlink()
     (path / "01.txt").symlink_to("/dev/zero")
-    assert texts_of(loaded(path))[:3] == ["", "", "a red moon"]
+    dataset = loaded(path)
+    assert texts_of(dataset)[:3] == ["", "", "a red moon"]
+    named, counted = dataset.warnings
+    assert "2 in a file that is a folder, a broken link or a device (such as 00.png, 01.png)" in named
+    assert "2 without a text file that can be read (such as 00.png, 01.png)" in counted
 
 
 def test_large_texts_of_an_archive_are_not_unpacked(tmp_path):

@@ -157,6 +157,31 @@ def test_results_do_not_depend_on_how_much_is_read_at_once(monkeypatch: pytest.M
         assert values == pytest.approx(whole[name], rel=1e-9, abs=1e-12)
 
 
+class Counted:
+    """Images that count how many were read."""
+
+    def __init__(self, images: np.ndarray) -> None:
+        self.images, self.read = images, 0
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        found = self.images[rows]
+        self.read += len(found)
+        return found
+
+
+def test_samples_that_were_measured_are_not_read_again() -> None:
+    real, samples = RealImages(fields(40, 16)), Counted(fields(20, 17))
+    known = real.measure(samples)
+    read = samples.read
+    found, curves = real.compare(VALUE_METRICS, known), real.curves(VALUE_METRICS, known)
+    assert samples.read == read
+    assert found == real.compare(VALUE_METRICS, samples.images)
+    assert curves == real.curves(VALUE_METRICS, samples.images)
+
+
 def test_curves_hold_the_units_and_the_range_of_halves() -> None:
     real, samples = fields(80, 12), fields(40, 13)
     curves = RealImages(real, wrap="xy").curves(VALUE_METRICS, samples)

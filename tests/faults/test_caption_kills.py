@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from faults.harness import (
@@ -14,6 +15,9 @@ from faults.harness import (
     steps_saved,
     train,
 )
+from unfog.models.autoencoder import AutoencoderModel
+from unfog.models.autoencoder_settings import Autoencoder
+from unfog.pipeline.latents import save_autoencoder
 
 STEPS, EVERY = 16, 2
 NAMES = [
@@ -45,6 +49,17 @@ def encoder(folder):
     return save_encoder(folder)
 
 
+def autoencoder(folder):
+    """An autoencoder with random weights, of which none is zero."""
+    torch.manual_seed(0)
+    network = AutoencoderModel(Autoencoder(factor=4, latent_channels=3, channels=(8, 8), norm_groups=4), 3)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    save_autoencoder(folder, network)
+    return folder
+
+
 def recipe(way, folder) -> Recipe:
     """A run of 16 steps in micro-batches of 3, which reads its captions in some way."""
     flags: dict[str, object] = {"--condition": "text", "--size": 8}
@@ -54,9 +69,11 @@ def recipe(way, folder) -> Recipe:
         flags |= {"--aspect": "keep", "--size": 16}
     else:
         captioned(source)
-    if way == "pretrained":
+    if way in ("pretrained", "latents"):
         flags |= {"--text-encoder.pretrained": encoder(folder / "encoder"), "--text-encoder.layers": 1}
-    elif way == "bf16":
+    if way == "latents":
+        flags |= {"--autoencoder": autoencoder(folder / "autoencoder"), "--size": 32, "--data.jitter": 0}
+    if way == "bf16":
         flags |= {"--precision": "bf16"}
     return Recipe(f"captions-{way}", STEPS, EVERY, flags, str(source))
 
@@ -67,7 +84,7 @@ def recipe(way, folder) -> Recipe:
         ("own", "SIGKILL"),
         ("pretrained", "SIGKILL"),
         pytest.param("own", "SIGINT", marks=long_form),
-        *(pytest.param(way, "SIGKILL", marks=long_form) for way in ("bf16", "aspect")),
+        *(pytest.param(way, "SIGKILL", marks=long_form) for way in ("bf16", "aspect", "latents")),
     ],
 )
 def test_a_run_with_captions_goes_on_to_the_bit(tmp_path, faults, monkeypatch, way, end):

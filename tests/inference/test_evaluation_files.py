@@ -8,8 +8,9 @@ import torch
 from PIL import Image
 
 from unfog.config.schema import Config
+from unfog.data.dataset import ImageSet
 from unfog.evaluation.metrics import MetricResult
-from unfog.inference.compare_images import real_baseline, verdict
+from unfog.inference.compare_images import Comparison, real_baseline, verdict
 from unfog.inference.evaluation_files import Evaluation
 from unfog.pipeline.sample_folder import SampleFolder
 from unfog.runs.sample import write_grid
@@ -50,6 +51,35 @@ def test_a_distance_alone_gives_a_verdict_and_losses_give_none():
     assert verdict([result("sliced", 12.0, 11.5)]).startswith("The samples are as close to real images")
     assert verdict([result("sliced", 30.0, 11.5)]).startswith("The samples are farther from real images")
     assert verdict([result("held_out", 0.1, None)]) == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "high", "said"),
+    [
+        (60.0, 62.0, "The samples are as close to real images"),
+        (60.0, 70.0, "The samples are too few to tell"),
+        (69.0, 70.0, "The samples are too few to tell"),
+        (90.0, 70.0, "The samples are farther from real images"),
+    ],
+)
+def test_a_distance_is_judged_by_the_range_of_halves(value, high, said):
+    one = replace(result("sliced", value, 60.0), real_low=55.0, real_high=high)
+    assert verdict([one]).startswith(said)
+
+
+def test_halves_have_as_many_real_images_as_there_are_samples():
+    generator = np.random.default_rng(0)
+    real = ImageSet(generator.integers(0, 256, (200, 1, 16, 16), np.uint8), [str(i) for i in range(200)])
+    few, more = (
+        Comparison(["sliced"], None, real, np.arange(200)).measure(
+            generator.integers(0, 256, (n, 1, 16, 16), np.uint8), None, baseline=True
+        )["sliced"][0]
+        for n in (20, 100)
+    )
+    for one in (few, more):  # noise is as near to noise as noise is
+        assert one.real_low <= one.real <= one.real_high
+        assert one.value == pytest.approx(one.real, rel=0.15)
+    assert few.real > 1.5 * more.real  # the distance falls with the square root of the number: 2.2 times
 
 
 def test_real_images_are_compared_with_other_real_images():

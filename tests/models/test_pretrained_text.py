@@ -95,6 +95,83 @@ def test_texts_are_those_of_the_model_itself(tmp_path, kind):
     assert not known(torch.zeros(1, 16, dtype=torch.int64))[1].any()  # which costs are measured with
 
 
+def save_byte_pairs(folder, joined):
+    """Save the tokenizer of a CLIP in the files of its folder, `tokenizer.json` if joined, and return the tokens."""
+    letters = ["a", "c", "d", "e", "r", "t"]
+    words = [*letters, *(f"{letter}</w>" for letter in letters), "re", "red</w>", "ca", "cat</w>", "<start>", "<end>"]
+    merges = ["#version: 0.2", "r e", "re d</w>", "c a", "ca t</w>"]
+    (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("\n".join(merges))
+    special = {"bos_token": "<start>", **dict.fromkeys(("eos_token", "pad_token", "unk_token"), "<end>")}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**special, "tokenizer_class": "CLIPTokenizer"}))
+    if joined:
+        transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
+        (folder / "vocab.json").unlink()
+        (folder / "merges.txt").unlink()
+    return words
+
+
+def save_word_pieces(folder, joined):
+    """Save the tokenizer of a MiniLM as `save_byte_pairs` does."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "red", "c", "##at"]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    (folder / "tokenizer_config.json").write_text('{"do_lower_case": true, "tokenizer_class": "BertTokenizer"}')
+    (folder / "modules.json").write_text("[]")  # of sentence-transformers
+    (folder / "1_Pooling").mkdir()
+    if joined:
+        transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
+        (folder / "vocab.txt").unlink()
+    return words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "read"),
+    [
+        ("clip", ["<start>", "a</w>", "red</w>", "cat</w>", "<end>"]),
+        ("bert", ["[CLS]", "a", "red", "c", "##at", "[SEP]"]),
+    ],
+)
+def test_tokenizers_are_read_from_the_files_that_folders_have(tmp_path, kind, read, joined):
+    words = (save_byte_pairs if kind == "clip" else save_word_pieces)(tmp_path, joined)
+    torch.manual_seed(0)
+    if kind == "clip":  # a whole one, of which the encoder of texts is a part
+        text = {**SIZES, "vocab_size": len(words), "max_position_embeddings": 77, "eos_token_id": len(words) - 1}
+        text |= {"bos_token_id": len(words) - 2, "pad_token_id": len(words) - 1}
+        vision = {**SIZES, "image_size": 16, "patch_size": 8}
+        model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision))
+        part = model.text_model
+    else:
+        model = part = transformers.BertModel(transformers.BertConfig(**SIZES, vocab_size=len(words)))
+    model.save_pretrained(tmp_path)
+    found, mask = KnownTexts((), describe_encoder(str(tmp_path)))(tokens_of("a red cat"))
+    with torch.no_grad():
+        hidden = part.eval()(input_ids=torch.tensor([[words.index(word) for word in read]])).last_hidden_state
+    assert mask.sum() == len(read)
+    torch.testing.assert_close(
+        found[0, : len(read)], hidden[0] / hidden[0].square().mean(1, keepdim=True).sqrt(), rtol=2e-3, atol=2e-3
+    )
+
+
+@pytest.mark.slow
+def test_tokenizers_of_sentencepiece_are_read(tmp_path):
+    spm = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed: pip install 'unfog[text]'")
+    (tmp_path / "texts.txt").write_text("a red heart\na dark star\n" * 20)
+    how = {"vocab_size": 12, "pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "model_type": "char"}
+    spm.SentencePieceTrainer.train(input=str(tmp_path / "texts.txt"), model_prefix=str(tmp_path / "spiece"), **how)
+    (tmp_path / "texts.txt").unlink()
+    special = {**dict.fromkeys(("eos_token", "pad_token"), "</s>"), "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**special, "tokenizer_class": "SiglipTokenizer"}))
+    text = {**SIZES, "vocab_size": 32, "max_position_embeddings": 16}
+    vision = {**SIZES, "image_size": 16, "patch_size": 8}
+    transformers.SiglipModel(transformers.SiglipConfig(text_config=text, vision_config=vision)).save_pretrained(
+        tmp_path
+    )
+    _, mask = KnownTexts((), describe_encoder(str(tmp_path)))(tokens_of("a red star", ""))
+    assert mask.sum(1).tolist() == [12, 0]  # a mark of each word, its letters, and the end
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_network_reads_them_and_stores_none_of_the_model(folder, name):
     model = network(folder, name)
@@ -154,6 +231,9 @@ def test_what_is_no_encoder_is_refused(tmp_path, folder):
         (tmp_path / "config.json").write_text(content)
         refused(words)
     (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "vocab.json").write_text("{}")
+    refused("no tokenizer")  # half of one
+    (tmp_path / "vocab.txt").write_text("a\n")
     (tmp_path / "config.json").write_text('{"model_type": "bert", "hidden_size": 1000000000}')
     refused("no width")
     (tmp_path / "config.json").write_text('{"model_type": "bert", "hidden_size": 32}')

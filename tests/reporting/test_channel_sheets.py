@@ -19,7 +19,7 @@ def tiles_of(sheet):
     h, w, columns = sheet["height"], sheet["width"], sheet["columns"]
     places = [(k // columns * h, k % columns * w) for k in range(sheet["images"] * sheet["channels"])]
     found = np.stack([pixels[y : y + h, x : x + w] for y, x in places])
-    return found.reshape(sheet["images"], sheet["channels"], h, w)
+    return found.reshape(sheet["images"], sheet["channels"], *found.shape[1:])
 
 
 def test_channels_come_back_to_the_bit_with_their_values(tmp_path):
@@ -37,6 +37,24 @@ def test_large_channels_are_made_smaller(tmp_path):
     sheet = read_channels(tmp_path / "a.png", tmp_path)
     assert (sheet["height"], sheet["width"]) == (170, 173)  # a third
     assert (tiles_of(sheet) == np.arange(64)[None, :, None, None]).all()
+
+
+def test_unknown_values_are_transparent_and_no_part_of_means(tmp_path):
+    known = np.random.default_rng(2).random(PLANES.shape) < 0.5
+    (tmp_path / "a.png").write_bytes(encode_channels(PLANES, ENDS, known=known))
+    values, alpha = np.moveaxis(tiles_of(read_channels(tmp_path / "a.png", tmp_path)), -1, 0)
+    assert (values == PLANES).all()
+    assert (alpha == np.where(known, 255, 0)).all()
+    planes = np.full((1, 1, 3 * 1024, 3 * 1024), 7, np.uint8)
+    known = np.ones(planes.shape, bool)
+    known[..., :1024, :] = False
+    known[..., 1024:, ::2] = False
+    planes[~known] = 200
+    (tmp_path / "a.png").write_bytes(encode_channels(planes, [[0, 1, 2]], known=known))
+    values, alpha = np.moveaxis(tiles_of(read_channels(tmp_path / "a.png", tmp_path)), -1, 0)
+    assert values.shape == (1, 1, 1536, 1536)
+    assert (values[..., 512:, :] == 7).all()
+    assert (alpha[..., 0] == np.repeat([0, 255], [512, 1024])).all()
 
 
 @pytest.mark.parametrize(

@@ -297,12 +297,12 @@ def test_debug_shows_the_traceback(tmp_path):
 
 
 def test_budget_fixes_the_images(tmp_path):
-    run = unfog.train(few_images(), out=tmp_path / "run", budget="3s", **SETTINGS | AT_THE_END)
+    run = unfog.train(few_images(), out=tmp_path / "run", budget="1s", **SETTINGS | AT_THE_END)
     training = run.config.training
     assert training.budget == ""
     assert training.images > 0
     choices = [e for e in read_events(run.path / "events.jsonl") if e["kind"] == "choice"]
-    assert any(e["name"] == "images" and "3s" in e["reason"] for e in choices)
+    assert any(e["name"] == "images" and "1s" in e["reason"] for e in choices)
 
 
 def test_choices_are_settled_in_the_config(tmp_path):

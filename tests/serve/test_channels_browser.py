@@ -19,11 +19,14 @@ from unfog.reporting.image_grids import grid
 from unfog.reporting.log_settings import Log
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.report import write_report
-from unfog.values.colour_map import colour_table
+from unfog.values.colour_map import colour_table, with_checkers
 from waiting import wait_until
 
 pytestmark = [pytest.mark.slow, *IN_A_BROWSER]
 PLANES = np.random.default_rng(3).integers(0, 256, (6, 5, 24, 16), np.uint8)
+KNOWN = np.random.default_rng(4).random(PLANES.shape) < 0.7
+KNOWN[:, 3:5] = True
+PLANES[~KNOWN] = 0
 THREE = PLANES[:, [4, 1, 2]].transpose(0, 2, 3, 1)
 SCALE, GAP = 128 // 24, 2
 
@@ -38,7 +41,7 @@ def runs(tmp_path_factory):
                 run.log(step, step * 8, loss=0.5)
                 if name == "fields":
                     ends = [[-k - step, k, 1e3 * k + step] for k in range(5)]
-                    run.keep_image(step, "channels", encode_channels(PLANES // (21 - step), ends))
+                    run.keep_image(step, "channels", encode_channels(PLANES // (21 - step), ends, known=KNOWN))
                 run.log_image(step, "samples", grid(PLANES[:, 0]))
             run.event("finished", 20)
         (folder / name / "config.toml").write_text(to_toml(Config(source="fields.npy")))
@@ -87,6 +90,9 @@ def check_views(page):
     assert len(body) == 2 * (24 * SCALE + GAP) + 30  # a bar with the values of its ends
     assert (body[-25, [0, -1]] == colour_table("viridis")[[0, 256 * (body.shape[1] - 1) // body.shape[1]]]).all()
     assert "channel 3 in viridis, -23 to 3020" in page.inner_text(".stage figcaption")
+    choose(page, 0, "0")
+    wait_for(page, with_checkers(colour_table("viridis")[PLANES[:, 0]], KNOWN[:, 0]))
+    assert "checkered: unknown" in page.inner_text(".stage figcaption")
     choose(page, 0, "rgb")
     choose(page, 1, "4")
     wait_for(page, THREE)

@@ -1,5 +1,7 @@
 """Prompts: captions that samples are asked for, their names, and what is refused."""
 
+import codecs
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -65,8 +67,10 @@ def test_prompts_that_cannot_be_drawn_are_refused(format):
     with pytest.raises(RequestError, match="must be a text"):
         format.parse(format.with_prompts({}, [3]))
     for huge in ("x" * 10**6, "a red heart " * 90_000):  # read no further than it can be drawn
-        with pytest.raises(RequestError, match="longer than the"):
+        with pytest.raises(RequestError, match=f"prompt of {len(huge):,} characters is longer than the 16 tokens"):
             format.parse({"text": [huge]})
+    with pytest.raises(RequestError, match="prompt of 18 tokens is longer than the 16 tokens"):
+        format.parse({"text": "a red heart " * 6})
     with pytest.raises(RequestError, match="one such column"):
         ConditionFormat(columns=facts_of([*columns(), caption_column("says", CAPTIONS, NAMES, lambda: np.arange(12))]))
 
@@ -84,6 +88,10 @@ def test_prompts_of_a_file(tmp_path):
         return SampleRequest(run=tmp_path, prompts=tmp_path / "prompts.txt").read_prompts()
 
     assert read("\ufeffa red heart\r\n\n  über\u2028alles \n".encode()) == ("a red heart", "über\u2028alles")
+    for encoding in ("utf-16-le", "utf-16-be"):  # as Notepad writes "Unicode"
+        assert read("\ufeffa red heart\r\nüber".encode(encoding)) == ("a red heart", "über")
+    with pytest.raises(RequestError, match="prompts = .* is not text"):
+        read(codecs.BOM_UTF16_LE + b"a")
     assert SampleRequest(run=tmp_path, prompt=("a", "b")).read_prompts() == ("a", "b")
     for wrong in (b"", b"\n \n", "über".encode("latin-1")):
         with pytest.raises(RequestError, match="prompts ="):

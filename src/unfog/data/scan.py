@@ -134,7 +134,7 @@ class Scan:
         # A run on remote shards, some of which may have failed since, has the range of its values in its settings.
         if is_auto(settings, "range") and not (decided or (began and self.source.remote)):
             try:
-                ranges = find_ranges(self.source, integers=not began)._replace(clip=settings.clip)
+                ranges = find_ranges(self.source, not began, warn=warnings.append)._replace(clip=settings.clip)
             except RequestError:
                 if began or (kept := keep_array(self.source, settings)) is None:
                     raise
@@ -155,12 +155,13 @@ class Scan:
     def _keeping(self, kept: Kept) -> Scan:
         """Return the scan for images that keep their values."""
         settings = replace(self.settings, dtype=kept.dtype, channels=kept.channels)
+        warnings = [*self.warnings, *filter(None, [mixed_depths_line(self.source)])]
         if kept.dtype == "uint16" and not settings.range:
-            settings = replace(settings, range=find_ranges(self.source, filler=settings.filler).setting[:2])
-        warnings = (*self.warnings, *filter(None, [mixed_depths_line(self.source)]))
+            found = find_ranges(self.source, filler=settings.filler, warn=warnings.append)
+            settings = replace(settings, range=found.setting[:2])
         size = self.size or _choose_size(self.source)
-        found = replace(self, size=size, channels=kept.channels, settings=settings, warnings=warnings)
-        return replace(found, channels_certain=True, ranges=Ranges())
+        scan = replace(self, size=size, channels=kept.channels, settings=settings, warnings=tuple(warnings))
+        return replace(scan, channels_certain=True, ranges=Ranges())
 
     def as_rgb(self) -> Scan:
         """Return the scan for RGB, after an image in colour was found among grey ones."""

@@ -152,6 +152,16 @@ class _Moments(NamedTuple):
         return covariance / (deviation * deviation.mT).clamp(min=_CONSTANT**2)
 
 
+class MeasuredSamples(NamedTuple):
+    """What samples are compared by; see `RealImages.measure`."""
+
+    whole: Tensor
+    """[1, N], the weights of one group of all samples."""
+    moments: _Moments
+    values: Tensor
+    """float64 [C, N, K]; NaN is unknown."""
+
+
 class _Differences(NamedTuple):
     """Distances of G pairs of sets, by channel or pair of channels."""
 
@@ -215,16 +225,28 @@ class RealImages:
         one, other = (_Moments(*(part[i::2] for part in self._moments)) for i in (1, 2))
         return self._differences(one, other, self._values, a - b)
 
-    def compare(self, names: Sequence[str], samples: ValueSource) -> dict[str, list[MetricResult]]:
+    def measure(self, samples: ValueSource) -> MeasuredSamples | str:
+        """Return what samples are compared by, for both `compare` and `curves`, or why they cannot be compared.
+
+        `samples` [M, C, H, W] are of the shape of the real images; the first `count` of them are measured.
+        """
+        compared, refused = self._as_compared(samples)
+        if refused:
+            return refused
+        whole = _groups(len(compared), halves=False)
+        return MeasuredSamples(whole, self._compute_moments(compared, whole), self._sample(compared))
+
+    def compare(
+        self, names: Sequence[str], samples: ValueSource | MeasuredSamples | str
+    ) -> dict[str, list[MetricResult]]:
         """Return the results of each of the named VALUE_METRICS: its value, then its parts.
 
-        `samples` [M, C, H, W] are of the shape of the real images; the first `count` of them are compared.
+        `samples` are as `measure` takes or returns them.
         """
-        samples, refused = self._as_compared(samples)
-        if refused:
-            return {name: [self._result(name, None, None, "values", refused)] for name in names}
-        whole = _groups(len(samples), halves=False)
-        drawn, values = self._compute_moments(samples, whole), self._sample(samples)
+        measured = samples if isinstance(samples, MeasuredSamples | str) else self.measure(samples)
+        if isinstance(measured, str):
+            return {name: [self._result(name, None, None, "values", measured)] for name in names}
+        whole, drawn, values = measured
         # Weights of the samples are positive, and those of the real images that they are compared with negative.
         weights = torch.cat([whole, -self._groups[:1]], 1)
         real = _Moments(*(part[:1] for part in self._moments))
@@ -232,15 +254,13 @@ class RealImages:
         found = self._differences(drawn, real, pooled, weights)
         return {name: self._results(name, found, drawn.correlation[0], real.correlation[0]) for name in names}
 
-    def curves(self, names: Sequence[str], samples: ValueSource) -> list[Curve]:
+    def curves(self, names: Sequence[str], samples: ValueSource | MeasuredSamples | str) -> list[Curve]:
         """Return spectra and histograms of each channel, if they are among `names`; arguments as `compare`."""
-        samples, refused = self._as_compared(samples)
-        curves = list[Curve]()
-        if refused:
-            return curves
-        if "spectrum" in names:
-            curves += self._spectra(self._compute_moments(samples, _groups(len(samples), halves=False)))
-        return curves + (self._histograms(self._sample(samples)) if "histogram" in names else [])
+        measured = samples if isinstance(samples, MeasuredSamples | str) else self.measure(samples)
+        if isinstance(measured, str):
+            return []
+        curves = self._spectra(measured.moments) if "spectrum" in names else []
+        return curves + (self._histograms(measured.values) if "histogram" in names else [])
 
     def _as_compared(self, samples: ValueSource) -> tuple[ValueSource, str]:
         """Return the samples that are compared, with the masks of real images, and why they cannot be, or ""."""

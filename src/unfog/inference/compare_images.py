@@ -21,7 +21,7 @@ from unfog.errors import RequestError
 from unfog.evaluation.features import Features, PixelSource, Ranks, compute_features, compute_statistics
 from unfog.evaluation.metrics import MetricResult, check_count, compare_features
 from unfog.evaluation.pixel_metrics import PIXEL_METRICS, compare_pixels, radial_spectrum
-from unfog.evaluation.value_metrics import Curve, RealImages
+from unfog.evaluation.value_metrics import Curve, MeasuredSamples, RealImages
 from unfog.reporting.charts import line_chart
 from unfog.reporting.progress import Progress, plural
 from unfog.settings import is_auto
@@ -32,6 +32,7 @@ from unfog.values.unknown import UnknownValues
 _MOST_PIXELS = 20_000  # samples whose pixels are compared
 # Fewest real images that are compared with other real images, and fewest images of a size that has its own metrics.
 FEWEST_COMPARED = 10
+_HALVES, _FEW = 20, 500  # random halves of real images, if they have up to so many
 _MOST_REFERENCE = 10_000  # real images, or as many as samples, if those are more
 
 # Share of the value that real images have, from which precision and recall count as reached.
@@ -48,6 +49,7 @@ _JUDGED = {
 }
 _COLLAPSED = "The samples lack almost all variety of real images, so precision means nothing"
 _NEAR = "The samples are as close to real images as real images are to each other"
+_UNSURE = "The samples are too few to tell whether they are as close to real images as real images are to each other"
 _FAR = "The samples are farther from real images than real images are from each other"
 
 
@@ -87,6 +89,8 @@ class Comparison:
     """What is unknown in images and samples; None if nothing is."""
     _prepared: dict[int, RealImages] = field(default_factory=dict, repr=False)
     """Real images by the number of samples that are compared with them."""
+    _measured: list[tuple[PixelSource, MeasuredSamples | str]] = field(default_factory=list, repr=False)
+    """The last samples of `measure`, and what their values are compared by, for `curves`."""
 
     def __post_init__(self) -> None:
         pixels = self.reference.pixels
@@ -144,10 +148,14 @@ class Comparison:
             found = {name: [one] for name, one in zip(names, by_features, strict=True)}
         if by_pixels := [name for name in self.metrics if name in PIXEL_METRICS]:
             pixels = self._pixels_of_both(samples)
-            found |= {name: _measure_pixels(name, *pixels, baseline) for name in by_pixels}
+            others = self._pixels_of_halves(len(pixels[0])) if baseline else None
+            found |= {name: _measure_pixels(name, *pixels, others) for name in by_pixels}
         if by_values := [name for name in self.metrics if name in VALUES]:
             # Real images against real images are measured in any case: such values mean little without them.
-            found |= self._real_images(samples).compare(by_values, samples)
+            real_images = self._real_images(samples)
+            measured = real_images.measure(samples)
+            found |= real_images.compare(by_values, measured)
+            self._measured[:] = [(samples, measured)] * baseline
         return {name: found[name] for name in self.metrics if name in found}
 
     def spectra(self, samples: PixelSource) -> dict[str, list[float]]:
@@ -159,7 +167,10 @@ class Comparison:
     def curves(self, samples: PixelSource) -> list[Curve]:
         """Return spectra and histograms of channels, of real images and of samples, if these metrics are measured."""
         names = [name for name in self.metrics if name in VALUES]
-        return self._real_images(samples).curves(names, samples) if names else []
+        if not names:
+            return []
+        known = [measured for one, measured in self._measured if one is samples]
+        return self._real_images(samples).curves(names, known[0] if known else samples)
 
     def _real_images(self, samples: PixelSource) -> RealImages:
         """Return twice as many real images as samples, or all of them, with their halves; computed once."""
@@ -180,6 +191,11 @@ class Comparison:
         fake = samples[0:count]
         _check_shapes(real.shape[1:], fake.shape[1:])
         return torch.from_numpy(real), torch.from_numpy(fake)
+
+    def _pixels_of_halves(self, count: int) -> Tensor:
+        """Return pixels of the real images whose halves are compared: twice `count` of them, or all."""
+        count = min(2 * count, _MOST_PIXELS, len(self.reference))
+        return torch.from_numpy(np.ascontiguousarray(self.reference.pixels[evenly_spaced(len(self.reference), count)]))
 
 
 def _check_shapes(real: tuple[int, ...], samples: tuple[int, ...]) -> None:
@@ -212,13 +228,29 @@ def check_enough(count: int, what: str) -> None:
         raise RequestError(f"{what} has {plural(count)}; at least 10 are needed")
 
 
-def _measure_pixels(name: str, real: Tensor, fake: Tensor, baseline: bool) -> list[MetricResult]:
-    found, half = compare_pixels([name], real, fake), len(real) // 2
-    if not baseline or half < FEWEST_COMPARED:
+def _measure_pixels(name: str, real: Tensor, fake: Tensor, others: Tensor | None) -> list[MetricResult]:
+    """Return a metric of pixels, and the same of random halves of `others`, real images, for comparison.
+
+    It falls with the number of images, so the halves have as many as there are samples where there are so many.
+    """
+    found = compare_pixels([name], real, fake)
+    if others is None or (half := len(others) // 2) < FEWEST_COMPARED:
         return found
-    # Real images against the rest of them: too high, as the metric falls with the number, and these are fewer.
-    reached = compare_pixels([name], real[::2][:half], real[1::2][:half])
-    return [replace(one, real=two.value) for one, two in zip(found, reached, strict=True)]
+    # Of many images, halves hardly differ, and take long.
+    draws, generator = _HALVES if half <= _FEW else 1, torch.Generator().manual_seed(0)
+    reached = list[list[float]]()
+    for _ in range(draws):
+        order = torch.randperm(len(others), generator=generator)
+        parts = others[order[:half]], others[order[half : 2 * half]]
+        reached.append([one.value for one in compare_pixels([name], *parts) if one.value is not None])
+    values = [sorted(each) for each in zip(*reached, strict=True)]
+    if len(values) != len(found):  # refused
+        return found
+    ends = [(each[0], each[-1]) if draws > 1 else (None, None) for each in values]
+    return [
+        replace(one, real=sum(each) / draws, real_low=low, real_high=high)
+        for one, each, (low, high) in zip(found, values, ends, strict=True)
+    ]
 
 
 def luma_spectra(real: Tensor, fake: Tensor) -> dict[str, list[float]]:
@@ -264,7 +296,7 @@ def verdict(measured: Sequence[MetricResult], copies: Sequence[Mapping[str, Any]
         looks_real, varied = (_reached(one) for one in shares)
         said = _JUDGED[looks_real, varied] if _reached(shares[1], _ALIKE) else _COLLAPSED
     elif distance is not None:
-        said = _NEAR if _near(distance) else _FAR
+        said = (_UNSURE if _uncertain(distance) else _NEAR) if _near(distance) else _FAR
     elif of_values:
         shares = of_values
         said = _NEAR if all(map(_near, of_values)) else _FAR
@@ -287,6 +319,11 @@ def _near(one: MetricResult) -> bool:
     lowest = one.value if one.low is None else one.low
     usual = one.real if one.real_high is None else one.real_high
     return lowest is not None and usual is not None and lowest <= max(usual, usual / _REACHED)
+
+
+def _uncertain(one: MetricResult) -> bool:
+    """Return True if random halves of real images differ by more than what still counts as reached."""
+    return one.real is not None and one.real_high is not None and one.real_high > one.real / _REACHED
 
 
 def _reached(one: MetricResult, share: float = _REACHED) -> bool:

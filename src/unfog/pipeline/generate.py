@@ -36,7 +36,7 @@ from unfog.reporting.channel_sheets import encode_channels
 from unfog.reporting.image_grids import Pixels, captioned_grid, captioned_groups, grid, with_bar, with_caption
 from unfog.training.precision import DTYPES, default_memory_format, drawing_precision
 from unfog.training.settings import SamplingPrecision
-from unfog.values.colour_map import colour_table
+from unfog.values.colour_map import GREY, colour_table
 from unfog.values.columns import CLASS
 from unfog.values.condition_format import ConditionFormat, Given
 from unfog.values.condition_requests import GuidanceScale, passes, spell_guidance
@@ -318,20 +318,24 @@ def view_channels(config: Config, samples: NDArray[Any], names: Sequence[str]) -
     if format.is_picture:
         return b""
     ends = [[format.stored_value(c, x) for x in (-1.0, 0.0, 1.0)] for c in range(format.channels)]
-    return encode_channels(format.planes(samples), ends, names if _in_columns(samples, names) else ())
+    captions = names if _in_columns(samples, names) else ()
+    return encode_channels(format.planes(samples), ends, captions, format.known_planes(samples))
 
 
 def with_legend(picture: Pixels, config: Config) -> Pixels:
     """Return a picture of images in `preview.view` with its values in the units of the source; pictures need none.
 
     One channel has a bar of its colours below. Three have a line above, with the values from -1 to 1 of the model.
+    If pixels may be unknown, the line says how they look.
     """
     format = config.image_format
     if format.is_picture:
         return picture
     channels, colours = parse_view(config.preview.view)
     shown = format.shown(channels)
+    unknown = [] if format.values.filler is None else [f"{'black' if colours == GREY else 'checkered'}: unknown"]
     if len(shown) == 1:
+        picture = with_caption(picture, unknown) if unknown else picture
         values = [f"{format.stored_value(shown[0], x):.4g}" for x in (-1.0, 0.0, 1.0)]
         return with_bar(picture, colour_table(colours), values)
     ends = [(f"{format.stored_value(c, -1.0):.4g}", f"{format.stored_value(c, 1.0):.4g}") for c in shown]
@@ -340,7 +344,8 @@ def with_legend(picture: Pixels, config: Config) -> Pixels:
         [
             f"{name} channel {c}: {' to '.join(both)}"
             for name, c, both in zip(channel_names(3), shown, ends, strict=True)
-        ],
+        ]
+        + unknown,
     )
 
 

@@ -23,6 +23,7 @@ from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.lr_range_test import LossProbe, LrRangeResult, LrTestSetup
 from unfog.process import command_clock
 from unfog.process.device import choose_device
+from unfog.process.run_folder import source_name
 from unfog.process.signals import StopSignals
 from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.charts import line_chart
@@ -159,7 +160,7 @@ def _write_result(result: FindLrResult, config: Config, out: Path) -> None:
     found = asdict(result.range)
     found["ramp"]["smooth"] = result.range.ramp.smooth
     record = {"suggestion": result.suggestion, "reason": result.reason, "usual": result.usual, **found}
-    title = f"Learning rate for {sanitize(config.source)}"
+    title = f"Learning rate for {sanitize(source_name(config.source))}"
     write_result(out / _JSON_FILE, record, out / _PAGE_FILE, title, result.finding())
 
 

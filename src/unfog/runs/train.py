@@ -237,7 +237,8 @@ def _create_run(session: Session) -> None:
         write_atomic(folder.path / SOURCE_FILE, config.network.source_text().encode(), folder.path)
     folder.checkpoints.mkdir()
     broadcast_config(run.world, folder.checkpoints, config)  # last, as worker ranks look for the folders at once
-    run.heartbeat.silent, run.stop.saves = False, True
+    run.heartbeat.begin()
+    run.stop.saves = True
 
 
 def check_custom_parts(config: Config) -> None:

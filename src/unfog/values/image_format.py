@@ -358,6 +358,13 @@ class ImageFormat:
         """Return channels of stored images [N, H, W, C] as 8 bits to look at, [N, C, H, W]: -1 to 1 of the model."""
         return self.values.to_bytes(pictures.transpose(0, 3, 1, 2))
 
+    def known_planes(self, pictures: NDArray[Any]) -> NDArray[np.bool_] | None:
+        """Return where channels of stored images [N, H, W, C] are known, [N, C, H, W]; None if they are everywhere."""
+        if self.values.filler is None:
+            return None
+        known = self.values.known(pictures.transpose(0, 3, 1, 2))
+        return None if known.all() else known
+
     def shown(self, channels: Sequence[int] = ()) -> list[int]:
         """Return the channels that a view shows: these, or the first three, or the first. RequestError as `view`."""
         return list(check_view(channels, self.channels) or range(_RGB if self.channels >= _RGB else _GREY))

@@ -16,9 +16,10 @@ BYTES = 256
 """Tokens without a merge: token b is the byte b."""
 MOST_TOKENS = 4096
 """Largest vocabulary."""
+MOST_CHARACTERS = 4096
+"""Characters of a text that are read; 64 words of the longest kind have 2,112."""
 LEAST = 2
 """Times that a pair must occur in the captions to become a token: a word that occurs once is spelled in parts."""
-_MOST_CHARACTERS = 4096  # of a text that are looked at; 64 words of the longest kind have 2,112
 _MOST_WORDS = 100_000  # whose tokens are remembered
 # Words of letters and digits of any script, or one mark of ASCII, with the space before it. Long ones are cut.
 _WORDS = re.compile(r" ?[^ !-/:-@\[-`{-~]{1,32}| ?[!-/:-@\[-`{-~]")
@@ -30,7 +31,7 @@ _CONTROLS = re.compile(r"[\0-\x1f\x7f-\x9f]")
 def normalize_caption(text: str) -> str:
     """Return a text as it is learned: Unicode NFC in lower case, one space between words, without invisible marks."""
     # Cut first, as the composition of a long text of combining marks takes the square of its length.
-    plain = _INVISIBLE.sub("", valid_text(text[:_MOST_CHARACTERS]))
+    plain = _INVISIBLE.sub("", valid_text(text[:MOST_CHARACTERS]))
     composed = unicodedata.normalize("NFC", _CONTROLS.sub(" ", plain).lower())
     return " ".join(composed.split())
 

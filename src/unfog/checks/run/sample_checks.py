@@ -335,7 +335,8 @@ def check_values(samples: ValueSource, real: RealImages, unready: str, longer: s
 
     `unready` is the remedy for a network that has not learned yet, "" for one that has; `longer` is that of others.
     """
-    results, curves = real.compare(VALUE_METRICS, samples), real.curves(VALUE_METRICS, samples)
+    measured = real.measure(samples)
+    results, curves = real.compare(VALUE_METRICS, measured), real.curves(VALUE_METRICS, measured)
     return [
         _check_distance(
             name, results[name], [one for one in curves if one.metric == name], unready or longer, bool(unready)

@@ -14,7 +14,7 @@ from unfog.diffusion.sampler import Kind
 from unfog.errors import RequestError
 from unfog.files.safe_files import LARGEST_TEXT, read_file
 from unfog.settings import argument, setting
-from unfog.text import not_utf8
+from unfog.text import encoding_of_mark, not_utf8
 from unfog.training.settings import SamplingPrecision
 from unfog.values.condition_requests import ConditionGrid, GuidanceScale
 from unfog.values.image_format import Size, parse_view
@@ -167,7 +167,8 @@ class SampleRequest(SamplingRequest):
         if self.prompts is None:
             return self.prompt
         try:
-            text = read_file(self.prompts, self.prompts.parent, LARGEST_TEXT, follow=True).decode("utf-8-sig")
+            content = read_file(self.prompts, self.prompts.parent, LARGEST_TEXT, follow=True)
+            text = content.decode(encoding_of_mark(content) or "utf-8")
         except UnicodeDecodeError as error:
             raise RequestError(f"prompts = {self.prompts} {not_utf8(error)}") from None
         except (OSError, ValueError) as error:

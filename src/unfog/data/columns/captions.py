@@ -16,7 +16,7 @@ from unfog.data.data_report import CAPTION_FILES
 from unfog.data.sources.base import ImageError, Source
 from unfog.data.sources.image_files import os_error_reason
 from unfog.errors import RequestError
-from unfog.text import sanitize
+from unfog.text import encoding_of_mark, sanitize
 from unfog.values.columns import Column
 from unfog.values.condition_format import TEXT
 from unfog.values.tokenizer import Tokenizer, learn_merges, normalize_caption
@@ -31,23 +31,24 @@ _FILE_BYTES = 2**16  # of a text file that are read
 _LEARNED = 200_000  # captions, evenly spaced, that the tokenizer is learned from
 # Share of captions that are not cut; and what the length is a multiple of, so that a prompt may have some more words.
 _COVERED, _ROUNDED = 0.99, 16
-_MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
+_NAMED = 3  # images of each peculiarity
 
 
 @dataclass
 class _Findings:
-    """Numbers of captions with each peculiarity, each with the name of the first image."""
+    """Names of the images whose captions have each peculiarity."""
 
-    counts: dict[str, int] = field(default_factory=dict)
-    first: dict[str, str] = field(default_factory=dict)
+    images: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, what: str, image: str) -> None:
-        self.counts[what] = self.counts.get(what, 0) + 1
-        self.first.setdefault(what, image)
+        self.images.setdefault(what, []).append(image)
 
     def line(self, name: str) -> str:
         """Return one line on all of them; "" if there is nothing to say."""
-        parts = [f"{count:,} {what} (such as {sanitize(self.first[what])})" for what, count in self.counts.items()]
+        parts = [
+            f"{len(images):,} {what} (such as {', '.join(map(sanitize, images[:_NAMED]))})"
+            for what, images in self.images.items()
+        ]
         return f"{sanitize(name)}: {', '.join(parts)}" if parts else ""
 
 
@@ -74,6 +75,10 @@ def caption_column(
         RequestError: no image has a caption, or all have the same.
     """
     findings = _Findings()
+    if any(isinstance(cell, bytes) for cell in cells):
+        for cell, image in zip(cells, names):
+            if cell is None:
+                findings.add("without a text file that can be read", image)
     texts = [_captions(cell, image, findings) for cell, image in zip(cells, names)]
     rows = training().tolist()
     learned = [text for i in rows for text in texts[i]]
@@ -115,7 +120,7 @@ def caption_files(source: Source, warn: Callable[[str], None]) -> list[bytes | N
             findings.add(f"in a file {os_error_reason(error) if isinstance(error, OSError) else error}", name)
     if line := findings.line("captions"):
         warn(line)
-    return None if all(each is None for each in found) and not findings.counts else found
+    return None if all(each is None for each in found) and not findings.images else found
 
 
 def captions_counted(ignored: Mapping[str, int], cells: Mapping[str, Sequence[Any]]) -> Mapping[str, int]:
@@ -153,6 +158,8 @@ def _captions(cell: Any, image: str, findings: _Findings) -> list[str]:
     written = [
         str(int(each) if isinstance(each, float) and each.is_integer() else each) for each in value if each is not None
     ]
+    if cell is not None and not any(map(normalize_caption, written)):
+        findings.add("empty", image)
     if any("\0" in text for text in written):
         findings.add("with NUL bytes, which are spaces", image)
     if len(texts := [text for text in written if normalize_caption(text)]) > MOST_CAPTIONS:
@@ -165,9 +172,8 @@ def _decoded(content: bytes, image: str, findings: _Findings) -> str:
     if cut := len(content) > _FILE_BYTES:
         findings.add(f"larger than {_FILE_BYTES // 1024} KB, of which the beginning counts", image)
         content = content[:_FILE_BYTES]
-    for mark, encoding in _MARKS.items():
-        if content.startswith(mark):
-            return content[len(mark) :].decode(encoding, "replace")
+    if marked := encoding_of_mark(content):
+        return content.decode(marked, "replace")
     for first, encoding in ((1, "utf-16-le"), (0, "utf-16-be")):
         if 3 * content[first::2].count(0) > len(content):
             return content.decode(encoding, "replace")

@@ -20,16 +20,24 @@ from unfog.values.unknown import find_unknown
 
 # Images, evenly spread, whose headers say whether values are deeper than 8 bits; of a network, a read each.
 _RANGES_SAMPLED, _RANGES_SAMPLED_REMOTE = 256, 64
+_USED = 0.8  # share of the range of integers, below which the largest of them is said
 _MANY_BEYOND = 0.05  # share of images, or of values to cut, beyond a given range from which on that is said
 _VALUES_READ, _FEWEST_VALUES_READ = 64_000_000, 16  # pixels of those that are, and at least so many images
 
 T = TypeVar("T")
 
 
-def find_ranges(source: Source, integers: bool = True, filler: float | None = None) -> Ranges:
+def find_ranges(
+    source: Source,
+    integers: bool = True,
+    filler: float | None = None,
+    warn: Callable[[str], None] = lambda line: None,
+) -> Ranges:
     """Find the ranges of the images deeper than 8 bits in a sample, whose headers are read first.
 
     Without `integers`, these keep the range of their type. Values that are equal to `filler` are unknown, and left out.
+    `warn` is called with a line if integers use little of the range that was found.
+
     RequestError if most images have values of an unknown range, RunError if an image cannot be read now.
     """
     extents: dict[bool, list[Extent]] = {True: [], False: []}  # of floating point, and of integers
@@ -41,8 +49,20 @@ def find_ranges(source: Source, integers: bool = True, filler: float | None = No
     name = sanitize(source.name)
     floats = ValueRange.of_floats(extents[True], name) if extents[True] else None
     whole = ValueRange.of_integers(extents[False], name) if extents[False] and integers else None
+    if whole is not None and (line := _unused_line(whole, max(high for _, high in extents[False]), name)):
+        warn(line)
     # The range of the type needs no setting, unless one of floating point would hold for both.
     return Ranges(None if whole == FULL_RANGE and floats is None else whole, floats)
+
+
+def _unused_line(found: ValueRange, most: float, name: str) -> str:
+    """Return a line if the largest integer `most` is far below the range of its bits; else ""."""
+    if not 0 < most < _USED * found.high:
+        return ""
+    return (
+        f"{name} has integers up to {most:,.0f}, and the range {found} of the next bits of sensors leaves the rest "
+        f"unused; if its sensor ends there, --data.range 0 {outward(0, most)[1]:.10g}"
+    )
 
 
 def check_range(source: Source, ranges: Ranges) -> list[str]:

@@ -21,7 +21,7 @@ from PIL import Image
 
 from unfog.data.data_report import OWN, RUN, SECOND_NAME, SkippedFile
 from unfog.data.outages import FolderIdentity, KnownFolders, folder_identity
-from unfog.data.sources.base import LabelTable, OpenOptions, Source, SourceLocation
+from unfog.data.sources.base import ImageError, LabelTable, OpenOptions, Source, SourceLocation
 from unfog.data.sources.image_files import SUFFIXES, open_image, os_error_reason
 from unfog.errors import RequestError
 from unfog.files.positions import READ, pread
@@ -87,7 +87,11 @@ class FolderSource(Source):
 
     def read_beside(self, i: int, suffix: str, most: int) -> bytes | None:
         path = os.path.splitext(self.folder / self.names[i])[0] + suffix
-        return _read_start(path, most) if os.path.isfile(path) else None
+        if not os.path.lexists(path):
+            return None
+        if not os.path.isfile(path):
+            raise ImageError("that is a folder, a broken link or a device")
+        return _read_start(path, most)
 
     def table(self, name: str) -> LabelTable | None:
         return LabelTable.inside(self.folder, name)

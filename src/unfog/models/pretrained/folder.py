@@ -16,6 +16,8 @@ from unfog.files.safe_files import LARGEST_TEXT, file_digest, read_file
 from unfog.text import sanitize
 
 _FILES = ("*.json", "*.txt", "*.model", "*.safetensors")  # that a model and its tokenizer are made of
+# Files of which a tokenizer is made. Without any, transformers may make one to which each word is unknown.
+_TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("vocab.txt",), ("*.model",))
 # Weights that may be missing: poolings that an encoder of tokens does not use, and numbers that are computed.
 _SPARE = ("pooler", "position_ids")
 
@@ -49,6 +51,8 @@ class PretrainedFolder(NamedTuple):
             raise self.refused(f"its model_type is {str(kind)[:40]!r}, and we read {', '.join(kinds)}")
         if not any(self.path.glob("*.safetensors")):
             raise self.refused("it has no *.safetensors, and a pickle (*.bin) is not loaded, as it may run code")
+        if not any(all(any(self.path.glob(name)) for name in files) for files in _TOKENIZERS):
+            raise self.refused("it has no tokenizer: tokenizer.json, vocab.json and merges.txt, vocab.txt or *.model")
         return kind, config
 
     def read_json(self, name: str, optional: bool = False) -> dict[str, Any]:
@@ -95,6 +99,8 @@ class PretrainedFolder(NamedTuple):
             )
             tokenizer = transformers.AutoTokenizer.from_pretrained(self.path, **safely)
         except Exception as error:  # of a stranger's files; the library raises many kinds
+            if isinstance(error, ImportError) and "SentencePiece" in str(error):
+                raise RequestError(f"{self.setting} needs sentencepiece: pip install 'unfog[text]'") from error
             reason = " ".join(str(error).split())[:200]
             raise self.refused(f"transformers cannot load it ({type(error).__name__}: {reason})") from error
         finally:

@@ -4,7 +4,7 @@ import {html} from "./vendor/lit.js";
 import {select} from "./util.js";
 
 const GAP = 2, CELL = 128, LINE = 20, BAR = 10; // pixels, as in the grids of a run
-const PLAIN = "grey", COLOURS = ["red", "green", "blue"];
+const PLAIN = "grey", COLOURS = ["red", "green", "blue"], CHECKERS = [236, 200];
 
 // Channels and colour map of a text such as "0:viridis" or "3,2,1".
 export function parse(view) {
@@ -21,11 +21,12 @@ export function has(sheet, view) {
 // In words, with the values of the ends.
 export function said(sheet, view) {
 	const {channels, colours} = parse(view), ends = (c) => `${sheet.ends[c][0]} to ${sheet.ends[c][2]}`;
-	if (channels.length === 1) return `channel ${channels[0]} in ${colours}, ${ends(channels[0])}`;
-	return channels.map((c, i) => `${COLOURS[i]} channel ${c}: ${ends(c)}`).join(", ");
+	const gaps = sheet.gaps ? ", checkered: unknown" : "";
+	if (channels.length === 1) return `channel ${channels[0]} in ${colours}, ${ends(channels[0])}${gaps}`;
+	return channels.map((c, i) => `${COLOURS[i]} channel ${c}: ${ends(c)}`).join(", ") + gaps;
 }
 
-// Decode the grey values of a sheet, once.
+// Decode the grey values of a sheet, once, and which of them are known.
 export async function decoded(sheet) {
 	const image = new Image();
 	image.src = sheet.picture;
@@ -33,9 +34,9 @@ export async function decoded(sheet) {
 	const context = canvasOf(image.naturalWidth, image.naturalHeight);
 	context.drawImage(image, 0, 0);
 	const {data} = context.getImageData(0, 0, image.naturalWidth, image.naturalHeight);
-	const grey = new Uint8ClampedArray(data.length / 4);
-	for (let i = 0; i < grey.length; i += 1) grey[i] = data[4 * i];
-	return {...sheet, picture: null, across: image.naturalWidth, grey};
+	const grey = new Uint8ClampedArray(data.length / 4), known = new Uint8Array(grey.length);
+	for (let i = 0; i < grey.length; i += 1) [grey[i], known[i]] = [data[4 * i], data[4 * i + 3] && 1];
+	return {...sheet, picture: null, across: image.naturalWidth, grey, known, gaps: known.includes(0)};
 }
 
 // The colours of the 256 levels of a map, [256][3].
@@ -58,8 +59,10 @@ export function paint(sheet, view) {
 	Object.assign(context, {fillStyle: "#404040", font: "12px system-ui, sans-serif", textBaseline: "middle", textAlign: "center"});
 	captions.forEach((text, i) => context.fillText(text, i * w + w / 2, LINE / 2, w));
 	for (let i = 0; i < images; i += 1) {
-		const pixels = tile.createImageData(width, height), planes = channels.map((c) => plane(sheet, i * sheet.channels + c));
-		for (let p = 0; p < width * height; p += 1) pixels.data.set([...(one ? palette[planes[0](p)] : planes.map((read) => read(p))), 255], 4 * p);
+		const pixels = tile.createImageData(width, height), planes = channels.map((c) => plane(sheet, i * sheet.channels + c, sheet.grey));
+		const known = channels.map((c) => plane(sheet, i * sheet.channels + c, sheet.known));
+		const colour = (p) => (!known.some((read) => read(p)) ? checker(sheet, p) : one ? palette[planes[0](p)] : planes.map((read) => read(p)));
+		for (let p = 0; p < width * height; p += 1) pixels.data.set([...colour(p), 255], 4 * p);
 		tile.putImageData(pixels, 0, 0);
 		context.drawImage(tile.canvas, (i % across) * w, head + Math.floor(i / across) * h, w - GAP, h - GAP);
 	}
@@ -67,10 +70,16 @@ export function paint(sheet, view) {
 	return context.canvas.toDataURL();
 }
 
-// Grey values of a tile by number of the pixel.
-function plane({grey, across, columns, width, height}, number) {
+// Values of a tile by number of the pixel.
+function plane({across, columns, width, height}, number, values) {
 	const start = Math.floor(number / columns) * height * across + (number % columns) * width;
-	return (p) => grey[start + Math.floor(p / width) * across + (p % width)];
+	return (p) => values[start + Math.floor(p / width) * across + (p % width)];
+}
+
+// The colour of an unknown pixel: grey squares, as `values.colour_map.checkers` draws them.
+function checker({width, height}, p) {
+	const side = Math.max(1, Math.ceil(Math.max(width, height) / 16));
+	return Array(3).fill(CHECKERS[(Math.floor(Math.floor(p / width) / side) + Math.floor((p % width) / side)) % 2]);
 }
 
 // The colours, and below them the values that they stand for.

@@ -11,7 +11,7 @@ from unfog.errors import RequestError
 from unfog.values.columns import Column
 from unfog.values.condition_kinds import ColumnFacts, ConditionKind
 from unfog.values.kinds.condition_words import SHOWN
-from unfog.values.tokenizer import BYTES, MOST_TOKENS, tokenizer_of
+from unfog.values.tokenizer import BYTES, MOST_CHARACTERS, MOST_TOKENS, tokenizer_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,10 +88,13 @@ class TextKind(ConditionKind):
             raise RequestError(f"{facts.name} = {word!r:.60} must be a text, such as 'a red heart'")
         tokenizer, length = tokenizer_of(facts.categories), self.width(facts)
         tokens = tokenizer.encode(word)
-        if len(tokens) > length:
+        # The tokens of a longer text are not known, as its end is not read.
+        is_read = len(word) <= MOST_CHARACTERS
+        if len(tokens) > length or not is_read:
+            size = f"{len(tokens):,} tokens" if is_read else f"{len(word):,} characters"
             fits = tokenizer.decode(tokens[:length])
             raise RequestError(
-                f"a prompt of {len(tokens):,} tokens is longer than the {length} of this run; shorten it: what fits is "
+                f"a prompt of {size} is longer than the {length} tokens of this run; shorten it: what fits is "
                 f"{fits[-60:]!r}"
             )
         return (*tokens, *[-1] * (length - len(tokens)))
