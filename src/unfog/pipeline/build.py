@@ -313,7 +313,7 @@ def open_stream(dataset: Dataset, config: Config) -> ImageStream | BucketStream:
         images = without_made(images)
     if not dataset.buckets:
         return ImageStream(images, seed)
-    return BucketStream([bucket.train for bucket in dataset.buckets], config.training.batch, seed)
+    return BucketStream([without_made(bucket.train) for bucket in dataset.buckets], config.training.batch, seed)
 
 
 def open_task_stream(stream: ImageStream | BucketStream, device: torch.device) -> Stream:

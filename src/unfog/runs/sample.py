@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from importlib.util import find_spec
+from itertools import cycle, groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +25,7 @@ from unfog.process.run_folder import RunFolder, unused_path
 from unfog.reporting.image_grids import Pixels, captioned_grid, grid, save_png, with_caption
 from unfog.reporting.progress import Progress, plural, say
 from unfog.values.buckets import share_samples
+from unfog.values.kinds.image_kinds import image_columns
 
 if TYPE_CHECKING:
     from unfog.config.schema import Config
@@ -71,7 +73,8 @@ def _sample(request: SampleRequest, stored: Config, load: Callable[[], Run]) -> 
     from unfog.pipeline.measurement import write_posterior
 
     stored = stored.with_view(request.view) if request.view else stored
-    asked = _read_conditions(request, stored)
+    words = _words_of_conditions(request, stored)
+    asked = _read_conditions(request, stored, words)
     # Before the weights: a file that cannot be read should not take a minute to be found.
     edit = build_edit(stored, request.image, request.mask, request.strength, request.repeats)
     steps = _count_steps(request, sampler, edit)
@@ -85,7 +88,8 @@ def _sample(request: SampleRequest, stored: Config, load: Callable[[], Run]) -> 
     prepared = _prepare(request, run, asked)
     measurement, cells = prepared.measurement, prepared.cells
     of_one_size = request.size or edit or measurement or strip or animation or request.to_seed is not None or cells
-    parts, digest = _parts(run, prepared, split=not of_one_size)
+    of_one_size = of_one_size or (request.given_table and image_columns(stored.columns))
+    parts, digest = _parts(run, prepared, words, split=not of_one_size)
     if request.out is None:  # in the run, into which a stranger may have put unfinished samples of any pictures
         digest = seal_of(machine_key(), "samples", digest.encode()).hex()
     with SampleFolder.reserve(request.out, run.path / "pictures", digest) as out:
@@ -126,21 +130,26 @@ def _prepare(request: SampleRequest, run: Run, asked: Mapping[str, object]) -> P
     return run.prepare(**settings, given=asked, guide=guide, image=request.image, mask=request.mask)
 
 
-def _read_conditions(request: SampleRequest, stored: Config) -> Mapping[str, object]:
-    """Return the values that the request gives to conditions, checked before the weights are read."""
+def _words_of_conditions(request: SampleRequest, stored: Config) -> Mapping[str, object]:
+    """Return the values that the request gives to conditions; of pictures the files."""
+    format = stored.conditions
+    labelled = format.with_label(format.read_words(request.given), request.label)
+    return format.with_prompts(labelled, request.read_prompts())
+
+
+def _read_conditions(request: SampleRequest, stored: Config, words: Mapping[str, object]) -> Mapping[str, object]:
+    """Return these values with pictures read, checked before the weights are read."""
     from unfog.pipeline.given_images import read_grid, read_pictures
 
     format = stored.conditions
-    prompts = request.read_prompts()
-    asked = format.with_prompts(format.with_label(format.read_words(request.given), request.label), prompts)
-    asked = read_pictures(stored, asked, request.n)
+    asked = read_pictures(stored, words, request.n)
     format.parse(asked)
     format.read_negative(request.negative)
     if request.cells is not None:
         format.crossed(read_grid(stored, request.cells), asked)
     elif request.given_table is not None:
         read_given_table(request.given_table, format)
-    elif len(prompts) > request.n:
+    elif len(prompts := request.read_prompts()) > request.n:
         say(f"  the first {request.n:,} of {len(prompts):,} prompts are drawn; -n {len(prompts)} draws all of them")
     return asked
 
@@ -173,20 +182,34 @@ class _Part(NamedTuple):
     prepared: PreparedSampling
 
 
-def _parts(run: Run, prepared: PreparedSampling, split: bool) -> tuple[list[_Part], str]:
+def _parts(run: Run, prepared: PreparedSampling, words: Mapping[str, object], split: bool) -> tuple[list[_Part], str]:
     """Return the parts of the samples, and a digest of everything that their pixels depend on.
 
-    With `split`, the buckets of a run have a part each, in proportion to their images.
+    With `split`, samples of a run with buckets have several sizes: that of the bucket nearest to the picture that they
+    are given in `words`, or all in proportion to the images of the buckets.
     """
+    from unfog.pipeline.given_images import read_pictures, sizes_of_pictures
+
     generation, buckets, digest = prepared.generation, run.config.size_buckets, run.digest(prepared)
     if not (buckets and split):
         return [_Part(run, prepared)], digest
     parts, first = [], 0
-    for bucket, count in zip(buckets, share_samples(buckets, generation.count)):
-        if count:
-            own = replace(generation, first=first, count=count)
-            parts.append(_Part(run.at_size(bucket.size), prepared._replace(generation=own)))
-            first += count
+    if sizes := sizes_of_pictures(run.config, words, generation.count):
+        wanted = [(size, len([*group])) for size, group in groupby(islice(cycle(sizes), generation.count))]
+    else:
+        wanted = [(one.size, count) for one, count in zip(buckets, share_samples(buckets, generation.count)) if count]
+    at_sizes = {size: run.at_size(size) for size, _ in wanted}
+    given = {
+        size: sized.config.conditions.parse(read_pictures(sized.config, words, generation.count))
+        for size, sized in at_sizes.items()
+        if sizes
+    }
+    for size, count in wanted:
+        own = replace(generation, first=first, count=count, given=given.get(size, generation.given))
+        parts.append(_Part(at_sizes[size], prepared._replace(generation=own)))
+        first += count
+    if sizes:  # read at another size, a picture shows more
+        digest = hashlib.sha256(f"{digest} {[*given.values()]}".encode()).hexdigest()
     shares = [(part.run.config.data.size, part.prepared.generation.count) for part in parts]
     return parts, hashlib.sha256(f"{digest} {shares}".encode()).hexdigest()
 
