@@ -4,7 +4,7 @@
 FROM python:3.12-slim-bookworm
 
 WORKDIR /src
-COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY constraints.txt pyproject.toml hatch_build.py README.md LICENSE ./
 # Address of the index of CPU builds, which pytorch.org gives under "Get started"; else 3 GB of CUDA packages come along.
 ARG TORCH_INDEX=
 # torch alone first, so that a change of the sources does not fetch it again.

@@ -7,8 +7,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q install --no-compile
 # As an environment variable too, because only that reaches what the package is built with.
 INSTALL := PIP_CONSTRAINT=$(VENV)/constraints.txt $(PIP) -c $(VENV)/constraints.txt
 HAS_TORCH := $(BIN)/python -c 'from importlib.metadata import version as v; print("torch==" + v("torch"))' 2>/dev/null
-# Three for two cores, as many tests wait for processes; those that have no work left take some from the others.
-WORKERS := -n 3 --dist worksteal
+# Three for two cores, as many tests wait for processes. Each file is run by one worker, so its fixtures are made once.
+WORKERS := -n 3 --dist loadfile
 TESTS := not exhaustive
 # Containers often say that Python is to keep nothing that it compiled: each process would compile all of Unfog anew.
 export PYTHONDONTWRITEBYTECODE :=

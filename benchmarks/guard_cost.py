@@ -121,7 +121,7 @@ def main() -> None:
     from unfog.runs import train as runs
     from unfog.runs.saver import Saver
 
-    runs.advance = loop.train  # it has the name already
+    runs.train = loop.train  # it has the name already
     clocked(Saver, "report_writer_events", "news of the writer")
     clocked(Saver, "save", "checkpoints, training waits")
     clocked(Session, "preview", "preview")

@@ -19,9 +19,9 @@ import unfog
 from unfog.cli.help import listed_settings
 from unfog.cli.main import USAGE
 from unfog.cli.read_request import REQUESTS
-from unfog.commands.explain import describe_part, setting_rows
 from unfog.config.aliases import ADVICE, OUT, SAMPLING, USUAL
 from unfog.config.describe import Description, describe, field_texts, format_value
+from unfog.config.explain import describe_part, setting_rows
 from unfog.config.schema import Config
 from unfog.config.spec_strings import registry_of
 

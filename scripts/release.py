@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+from addresses import LINES, addresses, written
+
 ROOT = Path(__file__).resolve().parent.parent
 DIST, EMPTY = ROOT / "dist", ROOT / "build" / "empty"
 TRAIN = "train fashion --steps 3 --network tiny --batch 8 --device cpu --sampler.steps 2 --preview.images 4 --out run"
@@ -46,8 +48,11 @@ def problems(number: str, upload: bool) -> list[str]:
     dated = re.search(rf"^## {re.escape(number)} \((\d{{4}}-\d\d-\d\d)\)$", changelog(), re.MULTILINE)
     if (released and released[1]) != (dated and dated[1]):
         found.append("CITATION.cff and CHANGELOG.md have different dates of the release, or one of them has none")
+    urls = addresses()
+    stale = [name for name in LINES if written(name, urls) != (ROOT / name).read_text("utf-8")]
+    found += [f"{name} does not have the addresses of [project.urls]: run scripts/addresses.py" for name in stale]
     if upload:
-        if not re.search(r"^\[project.urls\]$", (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE):
+        if not urls:
             found.append("pyproject.toml has no [project.urls], so links of the README are plain text")
         if output("git", "status", "--porcelain"):
             found.append("the working tree has changes")

@@ -1,6 +1,7 @@
 """Build the site into src/unfog/site, from the pages of docs and the files of the project that belong to it.
 
-Links to files that are not pages, such as modules, become plain text, as the site is read without the repository.
+Links to files that are not pages, such as modules, become addresses in the repository. As long as [project.urls] of
+pyproject.toml names none, they become plain text, as the site is read without the repository.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from addresses import addresses
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "build" / "pages"
@@ -42,13 +45,17 @@ def page_of(file: Path) -> str | None:
 def convert(text: str, file: Path) -> str:
     """Return the text of a page of the site, with links to other pages of it."""
     here = Path(page_of(file) or "").parent
+    source = addresses().get("Source")
 
     def link(match: re.Match[str]) -> str:
         picture, shown, target = match.groups()
         path, hash, anchor = target.partition("#")
         if not path or re.match(r"[a-z]+:", target):
             return match[0]
-        page = page_of((file.parent / path).resolve())
+        there = (file.parent / path).resolve()
+        page = page_of(there)
+        if page is None and source and not picture:
+            return f"[{shown}]({source}/blob/HEAD/{there.relative_to(ROOT).as_posix()}{hash}{anchor})"
         if page is None:
             return "" if picture else shown if "`" in shown else f"{shown} (`{path.lstrip('./')}`)"
         return f"{picture}[{shown}]({os.path.relpath(page, here)}{hash}{anchor})"

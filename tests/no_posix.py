@@ -1,4 +1,4 @@
-"""Run `unfog` as on Windows, as far as Linux can show it: `python tests/no_posix.py COMMAND …`.
+"""Run `unfog` as on Windows, as far as Linux can show it: `python tests/no_posix.py COMMAND … [--then COMMAND …]`.
 
 What Windows lacks is taken away: modules, functions of os, signals, /proc, descriptors of folders. What it refuses is
 refused: to rename or delete a file that is open or mapped, to open a folder, and names with characters such as ":".
@@ -33,6 +33,8 @@ _SIGNALS = (
     "SIGUSR1 SIGUSR2 SIGHUP SIGALRM SIGKILL SIGCHLD SIGCONT SIGSTOP SIGTSTP SIGWINCH SIGPIPE SIGQUIT SIGXCPU "
     "ITIMER_REAL setitimer getitimer alarm pthread_sigmask pthread_kill sigwait sigpending siginterrupt pause"
 )
+THEN = "--then"
+"""Stands between commands, and between what they say."""
 _HIDDEN = ("/proc", "/sys", "/dev/shm")
 _FORBIDDEN = set('<>:"|?*')
 
@@ -203,7 +205,16 @@ def main() -> None:
         stream.reconfigure(encoding="cp1252", errors="strict")  # type: ignore[union-attr]
     from unfog.cli.main import main as unfog
 
-    sys.exit(unfog(sys.argv[1:]))
+    words = sys.argv[1:]
+    while THEN in words:
+        command, words = words[: words.index(THEN)], words[words.index(THEN) + 1 :]
+        try:
+            unfog(command)
+        except SystemExit as ended:
+            if ended.code:
+                raise
+        print(THEN, flush=True)
+    sys.exit(unfog(words))
 
 
 if __name__ == "__main__":

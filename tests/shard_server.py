@@ -89,6 +89,7 @@ class Server:
 def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = -1  # answers leave whole: of two pieces, the second would wait 40 ms until the first is acknowledged
 
         def do_HEAD(self) -> None:
             self._answer(with_body=False)

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unfog.config.presets import preset
-from unfog.config.requests.find_lr import FindLrRequest
+from unfog.config.requests.plan import FindLrRequest
 from unfog.config.schema import Config, Network
 from unfog.config.spec_strings import parse_spec, registry_of
 from unfog.errors import RunError
 from unfog.models.settings import SIZES
 from unfog.reporting.records import read_metrics
 from unfog.runs.find_lr import find_lr
-from unfog.runs.train import train
+from unfog.runs.train import train_run
 
 import torch
 
@@ -76,7 +76,7 @@ def trained(config: Config, lr: float, folder: Path) -> float:
     """Held-out loss at the end of a run at this rate, infinite if it diverged; a run that is there is only read."""
     if not (folder / "report.html").exists():
         try:
-            train(replace(config, optimizer=replace(config.optimizer, lr=lr)), folder)
+            train_run(replace(config, optimizer=replace(config.optimizer, lr=lr)), folder)
         except RunError as error:
             print(f"  {lr:g}: {error}", flush=True)
             return math.inf

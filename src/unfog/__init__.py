@@ -91,13 +91,13 @@ def train(
     from unfog.callbacks import check_callbacks
     from unfog.config.requests.train import TrainRequest
     from unfog.inference.run import Run
-    from unfog.runs.start import train as start
+    from unfog.runs.start import start_run
 
     check_one_process("train", "SOURCE")
     callbacks = check_callbacks(callbacks)
     folder = out_path(out, settings)
     config = training_settings(source, preset, settings)
-    return Run(_finished(*start(TrainRequest(config.source, config, preset, out=folder), callbacks)))
+    return Run(_finished(*start_run(TrainRequest(config.source, config, preset, out=folder), callbacks)))
 
 
 def train_autoencoder(
@@ -108,20 +108,20 @@ def train_autoencoder(
     `settings` are `factor`, `channels`, `width`, `kl`, `pyramid`, and those of `train`.
     """
     from unfog.callbacks import check_callbacks
-    from unfog.runs.start import train_autoencoder as start
+    from unfog.runs.start import start_autoencoder
 
     check_one_process("train-autoencoder", "SOURCE")
     callbacks = check_callbacks(callbacks)
-    return _finished(*start(autoencoder_request(source, out, settings), callbacks))
+    return _finished(*start_autoencoder(autoencoder_request(source, out, settings), callbacks))
 
 
 def train_codec(source: Source, *, out: PathLikeText | None = None, **settings: Any) -> Path:
     """Old name of `train_autoencoder`, with the default folder of that time."""
     from unfog.config.aliases import with_old_defaults
-    from unfog.runs.start import train_autoencoder as start
+    from unfog.runs.start import start_autoencoder
 
     check_one_process("train-autoencoder", "SOURCE")
-    return _finished(*start(with_old_defaults("train-codec", autoencoder_request(source, out, settings))))
+    return _finished(*start_autoencoder(with_old_defaults("train-codec", autoencoder_request(source, out, settings))))
 
 
 def resume(path: PathLikeText, *, force: bool = False, callbacks: Sequence[object] = (), **settings: Any) -> Run:
@@ -136,7 +136,7 @@ def resume(path: PathLikeText, *, force: bool = False, callbacks: Sequence[objec
     from unfog.config.schema import nest_settings
     from unfog.inference.run import Run
     from unfog.models.given_network import GivenNetwork
-    from unfog.runs.start import resume as go_on
+    from unfog.runs.start import resume_run
 
     check_one_process("resume", "RUN")
     callbacks, folder = check_callbacks(callbacks), _run_folder(path)
@@ -150,7 +150,7 @@ def resume(path: PathLikeText, *, force: bool = False, callbacks: Sequence[objec
     changes = nest_settings(settings)
     consent_to_settings(changes)
     config = apply_changes(stored, changes)
-    return Run(_finished(*go_on(ResumeRequest(folder.path, config, force=force), callbacks)))
+    return Run(_finished(*resume_run(ResumeRequest(folder.path, config, force=force), callbacks)))
 
 
 def verify(path: PathLikeText) -> str:
@@ -209,7 +209,7 @@ def find_lr(
     source: Source, *, out: PathLikeText | None = None, preset: str = "default", seconds: float = 90.0, **settings: Any
 ) -> FindLrResult:
     """Find a learning rate on a throwaway copy of the network. Writes the curve to `out`, unless it is None."""
-    from unfog.config.requests.find_lr import FindLrRequest
+    from unfog.config.requests.plan import FindLrRequest
     from unfog.runs.find_lr import find_lr as search
 
     folder = out_path(out, settings)

@@ -171,7 +171,7 @@ def _pop_conditions(source: object, settings: dict[str, Any]) -> Mapping[str, An
     Values of images that are objects are in their order, and are returned; those of files are by their names, and
     become a table in the cache. RequestError if they are not such values.
     """
-    from unfog.data.columns.given import columns_by_name, store_table
+    from unfog.data.columns.given import columns_by_name, store_images, store_table
 
     conditions = settings.pop("conditions", None)
     if conditions is None:
@@ -184,6 +184,9 @@ def _pop_conditions(source: object, settings: dict[str, Any]) -> Mapping[str, An
         if given is not settings and named:
             settings["data"] = {name: value for name, value in given.items() if name != "condition"}
         return {}
-    if not named and columns:
-        settings["condition"] = ",".join(columns)
+    columns, condition = store_images(columns, named)
+    if condition != named:
+        settings["condition"] = condition
+        if given is not settings and named:
+            settings["data"] = {name: value for name, value in given.items() if name != "condition"}
     return columns

@@ -16,9 +16,9 @@ from package_source import trees
 from unfog.cli.main import main
 from unfog.cli.parse import flags_of, parse_args
 from unfog.cli.read_request import REQUESTS, read_request
-from unfog.commands.explain import explain
 from unfog.config.aliases import ADVICE
 from unfog.config.describe import describe
+from unfog.config.explain import explain
 from unfog.config.presets import PRESETS, autoencoder_recipe, preset
 from unfog.config.requests.evaluate import METRICS
 from unfog.config.requests.pack import PackRequest
@@ -154,7 +154,7 @@ def test_every_flag_that_a_message_names_exists():
     known = OTHERS | {flag for kind in REQUESTS.values() for each in describe(kind) for flag in each.flags}
     unknown = []
     for place, tree in trees().items():
-        if Path(place).name == "slurm.py":  # a batch file with flags of five other programs
+        if Path(place).name == "slurm_job.py":  # a batch file with flags of five other programs
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and "--" in node.value:
@@ -212,7 +212,7 @@ def test_explain_says_that_the_default_is_chosen_and_breaks_no_path(said, monkey
     warmup = " ".join(said("explain", "warmup").split())
     assert "default auto, written as 0 allowed" in warmup
     path = f"/{'x' * 120}/page.md"
-    monkeypatch.setattr("unfog.commands.explain.manual", lambda page: path)
+    monkeypatch.setattr("unfog.config.explain.manual", lambda page: path)
     assert path in said("explain", "lr")
 
 

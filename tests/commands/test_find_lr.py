@@ -13,7 +13,7 @@ from torch import nn
 
 from conftest import TRANSFORMER
 from unfog.config.presets import preset
-from unfog.config.requests.find_lr import FindLrRequest
+from unfog.config.requests.plan import FindLrRequest
 from unfog.config.schema import Network
 from unfog.config.spec_strings import parse_spec, registry_of
 from unfog.data.augmentation import Augment

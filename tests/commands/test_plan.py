@@ -11,6 +11,7 @@ from PIL import Image
 from torch import nn
 
 from conftest import few_images
+from planned import TINY
 from test_plan_memory import all_traces_are_kept  # noqa: F401  a fixture
 from unfog.config.presets import preset
 from unfog.config.requests.plan import PlanRequest
@@ -42,7 +43,7 @@ from unfog.planning.timing import StepTime, measure_step, run_times
 from unfog.reporting.progress import Progress
 from unfog.runs.start import base_settings
 from unfog.training.learning_rate import default_learning_rate
-from unfog.training.settings import Evaluate, Training
+from unfog.training.settings import AdamW, Evaluate, Training
 from unfog.values.columns import Column
 from unfog.values.condition_format import ConditionFormat
 
@@ -54,11 +55,11 @@ WIDE = replace(SMALL, channels=(256,))
 USUAL = Config().diffusion
 
 
-def asked(**training) -> Config:
+def asked(network=TINY, **training) -> Config:
     given, training = preset("default"), {"steps": 1000, **training}
     data, trained = Data(size=16, cache="memory"), replace(given.training, **training)
-    optimizer = replace(given.optimizer, lr=1e-3)
-    return replace(given, source=few_images(), data=data, network=SMALL, training=trained, optimizer=optimizer)
+    optimizer = replace(given.optimizer, lr=1e-3, method=AdamW())  # of few operations, each of which costs a trace time
+    return replace(given, source=few_images(), data=data, network=network, training=trained, optimizer=optimizer)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +311,7 @@ def auto():
 
     def settle(available, device=CUDA, size=16, **training):
         images = ImageSet(np.zeros((1, 1, size, size), np.uint8), ("a",))
-        config = replace(asked(**training, precision="fp32"), data=Data(size=size, channels=1))
+        config = replace(asked(SMALL, **training, precision="fp32"), data=Data(size=size, channels=1))
         found = AutoSettings(config, images, Machine(device, "NVIDIA RTX 3060", available), lambda: False)
         return found, _resolve_microbatch(found)
 

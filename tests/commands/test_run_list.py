@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 
 from command import exit_status
-from unfog.commands.watch import _frame, _Space, _text_chart  # frames of any size, without a terminal
+from unfog.process.run_screen import screen_lines
 from unfog.process.run_status import RunStatus, find_runs
 from unfog.reporting.records import read_metrics
+from unfog.reporting.terminal_charts import ChartSpace, text_chart
 
 
 def lines(path: Path, rows: list[dict]) -> None:
@@ -186,7 +187,7 @@ def test_one_frame_shows_state_progress_and_four_charts(tmp_path, capsys):
 @pytest.mark.parametrize("unicode", [True, False])
 def test_a_frame_fits_its_width(tmp_path, width, height, unicode):
     rows = [{"step": i, "seconds": i, "loss": 1 / i, "lr": 1e-3, "held_out_loss": None} for i in range(1, 3000)]
-    shown = _frame(run_folder(tmp_path / "a", rows=rows), width, height, unicode)
+    shown = screen_lines(run_folder(tmp_path / "a", rows=rows), width, height, unicode)
     assert max(map(len, shown)) <= width
     assert "".join(shown).isascii() or unicode
     if height >= 24:
@@ -194,7 +195,7 @@ def test_a_frame_fits_its_width(tmp_path, width, height, unicode):
 
 
 def test_a_text_chart_has_its_extremes_where_they_belong():
-    chart = _text_chart(np.array([0.0, 10, 20]), np.array([1.0, 3, 2]), _Space(31, 5, unicode=False))
+    chart = text_chart(np.array([0.0, 10, 20]), np.array([1.0, 3, 2]), ChartSpace(31, 5, unicode=False))
     assert [line[:9].strip() for line in chart[:-1]] == ["3", "", "", "1"]
     assert chart[0][11:].strip().startswith("*")
     assert chart[0][11:].index("*") in range(9, 11)
@@ -205,7 +206,7 @@ def test_a_text_chart_has_its_extremes_where_they_belong():
 @pytest.mark.parametrize("values", [[], [1.0], [2.0, 2.0], [-1e99, 1e99], [0.0, 1e-300], list(range(5000))])
 def test_a_text_chart_of_any_numbers(values):
     for from_zero in (True, False):
-        chart = _text_chart(np.arange(len(values), dtype=float), np.array(values, float), _Space(40, 6), from_zero)
+        chart = text_chart(np.arange(len(values), dtype=float), np.array(values, float), ChartSpace(40, 6), from_zero)
         assert len(chart) == 6
         assert max(map(len, chart)) <= 40
 

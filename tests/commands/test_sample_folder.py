@@ -190,7 +190,7 @@ def test_unfinished_samples_that_came_with_a_run_are_not_gone_on_with(run, tmp_p
     received, arguments = tmp_path / "received", ("-n", 2, "--steps", 1)
     shutil.copytree(run, received)
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr("unfog.commands.sample.machine_key", lambda: b"another key")
+        elsewhere.setattr("unfog.runs.sample.machine_key", lambda: b"another key")
         elsewhere.setattr(SampleFolder, "finish", lambda self: None)
         assert sample(received, *arguments) == 0
     first = Path(capsys.readouterr().out.strip())

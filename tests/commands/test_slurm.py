@@ -24,11 +24,12 @@ from launches import (
 )
 from unfog.cli.main import main
 from unfog.commands import slurm
-from unfog.commands.slurm import SlurmRequest, batch_script
+from unfog.config.requests.slurm import SlurmRequest
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
 from unfog.custom import consent
 from unfog.process import child
+from unfog.process.slurm_job import batch_script
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]
 DOCS = Path(__file__).parents[2] / "docs" / "distributed.md"
@@ -104,7 +105,8 @@ def test_bash_reads_what_is_written(here, words, run):
 def test_a_container_has_the_folder_of_the_images_however_they_are_named(here):
     other = here.parent / f"{here.name} images"
     (other / "cells").mkdir(parents=True)
-    (other / "a.zarr/deep").mkdir(parents=True)
+    for name in ("a.zarr/deep", "cut=1", "[0]"):
+        (other / name).mkdir(parents=True)
     for name in ("a.h5", "a.zarr/.zgroup", "cells/0.tif", "0.tar", "1.tar"):
         (other / name).write_bytes(b"")
     for source, place in {
@@ -113,6 +115,9 @@ def test_a_container_has_the_folder_of_the_images_however_they_are_named(here):
         f"tiff:{other}/cells": other / "cells",
         f"{other}/{{0..1}}.tar": other,
         f"{other}/cells": other / "cells",
+        f"file://{other}/cells": other / "cells",
+        f"{other}/cut=1": other / "cut=1",
+        f"{other}/[0]": other / "[0]",
         "fashion": None,
     }.items():
         script = batch_script(SlurmRequest(command=("train",), run=here / "run", source=source, container="a.sif"))

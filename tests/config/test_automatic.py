@@ -10,8 +10,8 @@ import pytest
 import unfog
 from unfog.cli.parse import parse_args
 from unfog.cli.read_request import REQUESTS
-from unfog.commands.explain import explain
 from unfog.config.describe import Description, describe
+from unfog.config.explain import explain
 from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml, update

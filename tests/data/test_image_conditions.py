@@ -7,6 +7,7 @@ from PIL import Image
 
 from unfog.data.augmentation import Augment, AugmentWithConditions
 from unfog.data.columns.conditions import resolved_condition
+from unfog.data.columns.given import store_images
 from unfog.data.columns.image_setting import split_images
 from unfog.data.columns.made import add_made, without_made
 from unfog.data.prepare import prepare
@@ -14,7 +15,7 @@ from unfog.data.settings import Data, parse_condition
 from unfog.data.sources.registry import open_source
 from unfog.device.sharded_rng import rows_of
 from unfog.errors import RequestError
-from unfog.models.condition_layers import IMAGES
+from unfog.models.image_conditions import IMAGES
 from unfog.values.columns import Column
 from unfog.values.condition_format import ConditionFormat, conditions_of, facts_of
 from unfog.values.conditions import Conditions
@@ -71,9 +72,7 @@ def test_wrong_settings_are_refused(condition, word):
         Data(condition=condition)
 
 
-def test_images_do_not_suit_buckets_unknown_pixels_and_grey_images(tmp_path):
-    with pytest.raises(RequestError, match="aspect"):
-        Data(condition="hole", aspect="keep")
+def test_images_do_not_suit_unknown_pixels_and_grey_images(tmp_path):
     with pytest.raises(RequestError, match="unknown"):
         Data(condition="hole", unknown="nan")
     with pytest.raises(RequestError, match="colour"):
@@ -95,6 +94,30 @@ def test_masks_are_paired_by_name_and_keep_their_labels(tmp_path):
     for path in masks.glob("a/*"):
         Image.open(path).save(flat / f"{path.stem}.bmp")
     assert np.array_equal(read(images, f"mask={flat}").train.columns["mask"].values, column.values)
+
+
+def test_arrays_of_booleans_are_masks_of_two_labels(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "cache"))
+    images, _ = write_pairs(tmp_path)
+    masks = np.random.default_rng(0).random((8, HEIGHT, WIDTH)) < 0.5
+    np.save(tmp_path / "masks.npy", masks)
+    (tmp_path / "folder" / "a").mkdir(parents=True)
+    for i, mask in enumerate(masks):
+        np.save(tmp_path / "folder" / "a" / f"{i}.npy", mask)
+    pictures = tmp_path / "images.npy"
+    np.save(pictures, np.zeros((8, HEIGHT, WIDTH, 3), np.uint8))
+    others, condition = store_images({"temp": list(range(8)), "mask": masks}, "")
+    assert list(others) == ["temp"]
+    first, word = condition.split(",")
+    assert first == "temp"
+    assert store_images({"mask": masks}, "mask:mask,temp")[1] == f"temp,{word}"
+    labels = {}
+    for name, condition in {"npy": f"mask={tmp_path / 'masks.npy'}", "python": word}.items():
+        labels[name] = read(pictures, condition).train.columns["mask"]
+    labels["folder"] = read(images, f"mask={tmp_path / 'folder'}").train.columns["mask"]
+    for column in labels.values():
+        assert (column.kind, column.categories) == ("mask", ("0", "1"))
+        np.testing.assert_array_equal(column.values[:, 0], masks)
 
 
 def test_images_without_a_partner_are_counted_and_not_known(tmp_path):
@@ -135,6 +158,9 @@ def test_masks_that_say_nothing_or_are_pictures_are_refused(tmp_path):
     images, masks = write_pairs(tmp_path)
     for path in masks.glob("a/*"):
         Image.new("L", (WIDTH, HEIGHT)).save(path)
+    found = read(images, f"mask={masks}")
+    assert found.train.columns["mask"].kind == "image"
+    assert any("mask=SOURCE:mask" in line for line in found.warnings)
     with pytest.raises(RequestError, match="one value"):
         read(images, f"mask={masks}:mask")
     with pytest.raises(RequestError, match="64 values"):

@@ -479,6 +479,7 @@ def test_the_commands_of_the_page_run(monkeypatch: pytest.MonkeyPatch, tmp_path:
     lines = [shlex.split(line, comments=True)[1:] for line in commands(page)]
     assert len(lines) == 15
     tiny = ["--network", TRANSFORMER, "--size", 12, "--steps", 1, "--batch", 4, "--device", "cpu"]
+    tiny += ["--preview.every", "-1", "--sampler.steps", 2, "--evaluate.every", "-1"]
     for i, (verb, place, *rest) in enumerate(lines):
         if verb == "train":
             command("train", place, *rest, *tiny, "--out", f"runs/{i}-{Path(place).name}")

@@ -180,6 +180,7 @@ class Web(BaseHTTPRequestHandler):
     etag = '"1"'
     expired = "(no signature)"
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # answers leave whole: in two pieces, the second would wait 40 ms for the first to be acknowledged
 
     def do_HEAD(self) -> None:
         self._answer(with_body=False)
@@ -223,7 +224,7 @@ def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(Web, "faults", Counter())
     monkeypatch.setattr(Web, "asked", [])
     server = ThreadingHTTPServer(("127.0.0.1", 0), Web)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()

@@ -533,7 +533,7 @@ def test_an_edit_and_an_upload_are_brought_to_the_shape_of_the_run():
 
 @pytest.mark.slow
 def test_a_plan_and_the_doctor_take_wide_images(photos):
-    words = {name: SETTINGS[name] for name in ("network", "precision", "batch", "steps", "size")}
+    words = {name: SETTINGS[name] for name in ("precision", "batch", "steps", "size")} | {"network": TRANSFORMER}
     assert "24x16" in str(unfog.plan(photos, **words))
     findings = {one.code: one for one in unfog.doctor(photos, **words)}
     assert "24x16" in findings["data.sizes"].evidence

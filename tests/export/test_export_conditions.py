@@ -111,26 +111,27 @@ def test_a_safetensors_export_draws_what_the_run_draws_under_conditions(tmp_path
 
 @pytest.mark.parametrize("format", ["onnx", "pt2"])
 @pytest.mark.slow
-def test_a_graph_has_an_input_for_each_condition(tmp_path, format):
-    run = with_columns()
+def test_a_graph_has_an_input_for_each_condition_and_leaves_the_same_pixels_unknown(tmp_path, format):
+    run = with_columns(data=masked().config.data)
     run.export(tmp_path / "out", format=format)
     model = json.loads((tmp_path / "out/model.json").read_text())
     columns = read(model["conditions"], GIVEN, COUNT)
     noise, label = inputs(run)
     if format == "pt2":
         code = shown("safetensors")
-        assert same(code.sample(*code.load(tmp_path / "out"), noise, label, columns), drawn(run))
+        samples = code.sample(*code.load(tmp_path / "out"), noise, label, columns)
     else:
         code = shown("onnx")
         model, sessions = code.load(tmp_path / "out")
-        samples = code.sample(model, sessions, noise.numpy(), label.numpy(), columns)
-        assert same(torch.from_numpy(samples), drawn(run))
+        samples = torch.from_numpy(code.sample(model, sessions, noise.numpy(), label.numpy(), columns))
         found = {each.name: (each.type, each.shape[1:]) for each in sessions["model"].get_inputs()}
         assert found["age"] == ("tensor(float)", [])
         assert found["linear"] == ("tensor(float)", [3])
         assert found["x_"] == ("tensor(int64)", [])
         assert [*found] == ["x", "c_noise", "label", "age", "cell size", "linear", "place", "x_"]
         assert "x\\_: int64 \\[B\\]" in (tmp_path / "out/README.md").read_text()
+    assert torch.equal(samples.isnan()[0], torch.from_numpy(UNKNOWN))
+    assert same(samples, drawn(run))
     run_card_code(tmp_path / "out", (8, 8))
 
 
@@ -355,22 +356,6 @@ def test_a_denoiser_is_0_where_nothing_is_known_and_has_gradients(tmp_path):
     found.square().sum().backward()
     assert x.grad.isfinite().all()
     assert sigma.grad.isfinite()
-    run_card_code(tmp_path / "out", (8, 8))
-
-
-@pytest.mark.parametrize("format", ["onnx", "pt2"])
-@pytest.mark.slow
-def test_a_graph_leaves_the_same_pixels_unknown(tmp_path, format):
-    run = masked()
-    run.export(tmp_path / "out", format=format)
-    noise = inputs(run)[0]
-    if format == "onnx":
-        code = shown("onnx")
-        samples = torch.from_numpy(code.sample(*code.load(tmp_path / "out"), noise.numpy()))
-    else:
-        code = shown("safetensors")
-        samples = code.sample(*code.load(tmp_path / "out"), noise)
-    assert same(samples, drawn(run, told=False))
     run_card_code(tmp_path / "out", (8, 8))
 
 

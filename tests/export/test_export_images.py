@@ -113,7 +113,7 @@ def test_a_safetensors_export_draws_what_the_run_draws_from_images(tmp_path, net
     assert 'np.load("depth.npy")' in card
 
 
-@pytest.mark.parametrize("format", ["onnx", "pt2"])
+@pytest.mark.parametrize("format", ["onnx", pytest.param("pt2", marks=pytest.mark.exhaustive)])
 @pytest.mark.slow
 def test_a_graph_has_an_input_for_each_image(tmp_path, format):
     run = with_images()

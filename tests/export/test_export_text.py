@@ -59,7 +59,15 @@ def has_no_unfog(folder) -> None:
         assert not any("unfog" in ast.unparse(one) for one in nodes if isinstance(one, ast.Import | ast.ImportFrom))
 
 
-@pytest.mark.parametrize("case", [(UNET, "safetensors"), (MPUNET, "onnx"), (DIT, "pt2")], ids=lambda case: case[1])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param((UNET, "safetensors"), id="safetensors"),
+        pytest.param((DIT, "onnx"), id="onnx"),
+        pytest.param((MPUNET, "onnx"), id="mpunet", marks=pytest.mark.exhaustive),
+        pytest.param((DIT, "pt2"), id="pt2", marks=pytest.mark.exhaustive),
+    ],
+)
 @pytest.mark.slow
 def test_a_prompt_is_read_and_drawn_without_unfog(tmp_path, case):
     network, format = case

@@ -16,7 +16,7 @@ from unfog.evaluation.condition_worth import ConditionWorth
 from unfog.evaluation.judged_kinds import ConditionScore
 from unfog.evaluation.metrics import MetricResult
 from unfog.inference.evaluation_files import Evaluation
-from unfog.inference.model_card import to_yaml
+from unfog.inference.exports.model_card import to_yaml
 from unfog.process.machine_key import machine_key
 
 HERE = "/home/somebody/secret-place/holiday"
@@ -43,7 +43,7 @@ def measured(folder, name, weights="ema", value=3.25, low=3.0, **more):
 def test_figures_of_another_machine_are_marked_in_the_text_and_in_the_index(tmp_path, monkeypatch):
     run = run_of()
     measured(on_disk(tmp_path, run), "00000007-a.json")
-    monkeypatch.setattr("unfog.inference.model_card.machine_key", lambda: b"another key")
+    monkeypatch.setattr("unfog.inference.exports.model_card.machine_key", lambda: b"another key")
     run.export(tmp_path / "out")
     card = ModelCard.load(tmp_path / "out/README.md")
     assert "has not measured" in card.text

@@ -33,7 +33,7 @@ SLOWER = Recipe("slower", steps=48, every=4, flags={"--network": NETWORK})
 LIFE = Recipe("life", steps=160, every=3, flags={"--checkpoint.keep": 2}) if FULL else SLOWER
 # Seconds of a process, over which the moments are spread: short enough for the run to need many.
 WALL = 1.0
-LIVES = [(seed, 10) for seed in range(5)] if FULL else [(0, 8)]
+LIVES = [(seed, 10) for seed in range(5)] if FULL else [(0, 5)]
 
 
 @pytest.mark.parametrize(("seed", "kills"), LIVES)

@@ -6,13 +6,13 @@ import torch
 from PIL import Image
 
 from unfog.cli.read_request import REQUESTS
-from unfog.commands import sample
-from unfog.commands.sample import check_animation, observe_all
 from unfog.diffusion.noise import VE, Flow
 from unfog.diffusion.steps import SamplingStep
 from unfog.errors import RequestError
 from unfog.pipeline import denoising_pictures
 from unfog.pipeline.denoising_pictures import DenoisingAnimation
+from unfog.runs import sample
+from unfog.runs.sample import check_animation, observe_all
 from unfog.values.image_format import ImageFormat
 
 SAMPLES = np.random.default_rng(0).integers(0, 256, (20, 9, 9, 3), dtype=np.uint8)

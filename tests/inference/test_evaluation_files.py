@@ -7,13 +7,13 @@ import pytest
 import torch
 from PIL import Image
 
-from unfog.commands.sample import write_grid
 from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet
 from unfog.evaluation.metrics import MetricResult
 from unfog.inference.compare_images import Comparison, real_baseline, verdict
 from unfog.inference.evaluation_files import Evaluation
 from unfog.pipeline.sample_folder import SampleFolder
+from unfog.runs.sample import write_grid
 
 
 def result(metric, value, real, note=""):

@@ -54,6 +54,16 @@ def test_grey_and_colour_become_each_other(channels, picture, values):
     assert found.mean((1, 2)) == pytest.approx(values, abs=0.5)
 
 
+@pytest.mark.parametrize("names", [("0", "1"), ("0", "255"), ("0", "1", "2")])
+def test_booleans_are_the_two_labels_of_a_mask(names):
+    masks = Column("labels", "mask", np.arange(len(names)).reshape(-1, 1, 1, 1).repeat(64).reshape(-1, 1, 8, 8), names)
+    assert np.array_equal(read(masks, LABELS > 0)[0], LABELS > 0)
+
+
+def test_booleans_of_pictures_are_black_and_white():
+    assert np.array_equal(read(column(1), LABELS > 0)[0], 255.0 * (LABELS > 0))
+
+
 @pytest.mark.parametrize(
     ("channels", "picture", "said"),
     [

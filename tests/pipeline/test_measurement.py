@@ -12,6 +12,7 @@ import torch
 
 import forked
 import unfog
+from conftest import FEW_PICTURES
 from gaussians import normal
 from test_export import DEEP, DIT, MAPPED, MPUNET, UNET, latent_run, run_of
 from test_posterior import COUNT, COVARIANCE, MATRIX, MEAN, NOISE, OBSERVED, closed_form
@@ -230,7 +231,7 @@ def test_moments_are_those_of_all_draws():
 def test_the_command_writes_draws_mean_and_deviation(tmp_path):
     fields = np.random.default_rng(0).normal(-500, 900, (24, 12, 16, 4)).astype(np.float32)
     network = "unet:channels=8/8,attention=0/0,mid_attention=0,norm_groups=4"
-    run = unfog.train(fields, out=tmp_path / "run", steps=2, network=network, device="cpu", batch=8)
+    run = unfog.train(fields, out=tmp_path / "run", steps=2, network=network, device="cpu", batch=8, **FEW_PICTURES)
     (tmp_path / "halves.py").write_text(CODE)
     np.save(tmp_path / "y.npy", fields[0].transpose(2, 0, 1)[:, ::2, ::2])
     words = ["sample", run.path, "--measure", tmp_path / "halves.py", "--observed", tmp_path / "y.npy", "-n", "3"]

@@ -15,13 +15,15 @@ from torch import nn
 import forked
 from conftest import few_images
 from planned import SMALL, config, live, traced
+from text_columns import format_of_texts
 from unfog.config.presets import PRESETS, autoencoder_recipe
+from unfog.config.schema import Config
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import Autoencoder
 from unfog.models.network_settings import CustomNetwork
-from unfog.models.settings import SIZES, MPUNet
+from unfog.models.settings import SIZES, MPUNet, TextEncoderSettings
 from unfog.pipeline.build import build_network
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.memory_estimate import (  # traces are compared, of which the program shows sums
@@ -123,7 +125,7 @@ def test_an_autoencoder_and_augmented_images_with_classes_are_affine_too():
     recipe = replace(autoencoder_recipe(), data=given.data, autoencoder=encoder)
     trained = replace(recipe, training=replace(recipe.training, precision="fp32"))
     for one in (augmented, trained):
-        few, more, many = (traced(one, "cpu", n, 2) for n in (2, 4, 11))
+        few, more, many = (traced(one, "cpu", n) for n in (2, 4, 11))
         assert few.extrapolate(11, more, 2, 4) == many
 
 
@@ -204,7 +206,7 @@ def test_what_is_saved_by_precision_checkpointing_and_micro_batch():
     assert half < 0.8 * on_gpu < full  # CUDA's autocast normalises in fp32, and keeps what it normalised
     channels_last = activations("cuda", precision="bf16", memory_format="channels_last")
     assert channels_last == pytest.approx(half, rel=0.02)  # which the norm for channels_last avoids
-    assert activations(microbatch=2) < 0.3 * full
+    assert activations(microbatch=1) < 0.2 * full
     assert activations(checkpointing=True) < 0.5 * full
 
 
@@ -365,7 +367,7 @@ def test_the_micro_batch_is_chosen_in_the_precision_of_the_run(monkeypatch):
 
 
 def test_gradient_checkpointing_only_where_one_image_does_not_fit_without():
-    given = config(4, 32, SMALL)
+    given = config(2, 32, SMALL)  # each further micro-batch costs the search two traces
     one, recomputed = (MemoryEstimator(given, "cpu").training(1, again) for again in (False, True))
     assert recomputed < 0.9 * one
     fit = MicrobatchChoice.largest(given, CPU, int((one + recomputed) / 2 / MARGIN))
@@ -375,6 +377,11 @@ def test_gradient_checkpointing_only_where_one_image_does_not_fit_without():
         MicrobatchChoice.largest(given, CPU, int(0.9 * recomputed / MARGIN))
 
 
+def with_text(given: Config, length: int = 6) -> Config:
+    """These settings for images with texts of so many tokens, which an encoder of two layers reads."""
+    return replace(given, columns=format_of_texts(length).columns, text_encoder=TextEncoderSettings(2, 64))
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -382,6 +389,11 @@ def test_gradient_checkpointing_only_where_one_image_does_not_fit_without():
         replace(config(1), classes=tuple(map(str, range(100_000)))),
         config(3, 8),
         config(3, 8, MPUNet((8,), attention=(True,), head_channels=8)),
+        with_text(config(3, 8)),
+        pytest.param(with_text(config(3, network=SMALL), 255), marks=pytest.mark.exhaustive),
+        pytest.param(
+            with_text(config(3, 8, MPUNet((8,), attention=(True,), head_channels=8))), marks=pytest.mark.exhaustive
+        ),
         *(
             pytest.param(config(4, 64, SIZES[n]), marks=pytest.mark.exhaustive)
             for n in ("tiny", "small", "mp-tiny", "dit-tiny")
@@ -389,9 +401,9 @@ def test_gradient_checkpointing_only_where_one_image_does_not_fit_without():
     ],
 )
 def test_the_glance_is_never_below_the_prediction(given):
-    """So that no trace is needed where even that fits."""
+    """So that no trace is needed where even that fits. A captured step takes more than one that is not."""
     captured = replace(given, training=replace(given.training, capture=True))
-    for device, one in (("cpu", given), ("cuda", given), ("cuda", captured)):
+    for device, one in (("cpu", given), ("cuda", captured)):
         batch = given.training.batch
         assert memory_upper_bound(one, batch) > MemoryEstimator(one, device).training(batch, False)
 
@@ -425,7 +437,7 @@ sys.path.insert(0, {tests!r})
 torch.set_num_threads(1)
 from planned import SMALL, config
 from unfog.data.settings import Data
-from unfog.runs.train import train as start
+from unfog.runs.train import train_run as start
 asked = config(256, 32, SMALL, steps=1)
 asked = dataclasses.replace(asked, source={source!r}, data=Data(size=32, cache="memory"))
 asked = dataclasses.replace(asked, preview=dataclasses.replace(asked.preview, every=-1, images=1))

@@ -371,6 +371,14 @@ LIVING = """
 """
 
 
+def test_a_run_has_a_heartbeat_from_the_moment_that_its_folder_is_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_POLL_INTERVAL", 60.0)  # the thread of the heartbeat comes too late
+    with Heartbeat(tmp_path, StopSignals(), interval=60.0, silent=True) as pulse:
+        assert Heartbeat.read(tmp_path) is None
+        pulse.begin()
+        assert run_state([{"kind": "started"}], Heartbeat.read(tmp_path)) == ("running", "starting")
+
+
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs the /proc of Linux")
 def test_a_suspended_process_stands_still_and_knows_for_how_long(tmp_path):
     with python(LIVING.format(folder=str(tmp_path)), stdin=subprocess.PIPE) as process:

@@ -22,7 +22,7 @@ from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.runs import session
 from unfog.runs.resume import resume
-from unfog.runs.train import train
+from unfog.runs.train import train_run
 
 pytestmark = pytest.mark.slow
 
@@ -132,7 +132,7 @@ def run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("UNFOG_CACHE", str(tmp_path_factory.mktemp("cache")))
         stop_after(2, patched)
-        assert not train(configured(), folder)[1]
+        assert not train_run(configured(), folder)[1]
     return folder
 
 

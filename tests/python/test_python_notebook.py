@@ -14,7 +14,7 @@ PREPARE = f"""
 import torch; torch.set_num_threads(1)
 import numpy as np, unfog
 IMAGES = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3), np.uint8)
-SETTINGS = dict(size=8, batch=4, lr=1e-3, network={NETWORK!r}, preview=dict(images=1))
+SETTINGS = dict(size=8, batch=4, lr=1e-3, network={NETWORK!r}, preview=dict(images=1), sampler=dict(steps=2))
 class Net(torch.nn.Conv2d):
     def forward(self, x, noise, label=None): return super().forward(x)
 """

@@ -14,7 +14,7 @@ from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.inference.ema_sweep import EmaSweepResult, WidthResult
 from unfog.inference.evaluation_files import Evaluation
-from unfog.inference.run import Samples
+from unfog.inference.samples import Samples
 from unfog.inference.tune import TuneResult
 from unfog.reporting.findings import Finding
 from unfog.reporting.notebook import LiveText, figure, preformatted

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,8 @@ import pytest
 import unfog
 from unfog.cli.parse import parse_args
 from unfog.cli.read_request import REQUESTS
-from unfog.commands.slurm import SlurmRequest
 from unfog.config.aliases import COMMANDS
+from unfog.config.requests.slurm import SlurmRequest
 from unfog.errors import RequestError
 from unfog.text import manual
 
@@ -95,16 +94,6 @@ def test_a_page_is_named_by_the_command_that_opens_it_where_the_site_is_built(tm
     site.mkdir(parents=True)
     (site / "index.html").touch()
     assert manual("docs/decisions/0007.md") == "`unfog docs decisions/0007`"
-
-
-def test_the_description_on_an_index_of_packages_has_no_dead_link():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    text = (ROOT / "README.md").read_text("utf-8")
-    for change in project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
-        text = re.sub(change["pattern"], change["replacement"], text)
-    assert text.count('pip install "unfog[all]"') == 3
-    assert "not on PyPI" not in text
-    assert not re.findall(r"\]\((?!https?://)[^)]*\)", text)
 
 
 def test_each_cell_about_devices_begins_with_what_is_proven():

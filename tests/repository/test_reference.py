@@ -80,10 +80,17 @@ def _kinds(tree):
             yield node.value.value
 
 
-def test_items_of_lists_keep_their_paragraphs_tables_and_code_on_the_site():
+@pytest.fixture
+def builder(monkeypatch):
+    """scripts/site.py, whose name is that of a module of Python."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
     spec = importlib.util.spec_from_file_location("site_builder", ROOT / "scripts/site.py")
-    builder = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(builder)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_items_of_lists_keep_their_paragraphs_tables_and_code_on_the_site(builder):
     text = (
         "1. one\nwraps\n   wraps\n\n   | a |\n\n2. two:\n\n       code\n\n   - inner\n\n     more\n3. three\n\n"
         "After.\n\n    code\n\n- x\n\n  ```\n  - a\n    b\n  ```\n"
@@ -92,6 +99,15 @@ def test_items_of_lists_keep_their_paragraphs_tables_and_code_on_the_site():
     assert builder.indent_lists(text) == (
         "1. one\nwraps\n    wraps\n\n    | a |\n\n2. two:\n\n        code\n\n    - inner\n\n        more\n\n"
         "3. three\n\nAfter.\n\n    code\n\n- x\n\n    ```\n    - a\n      b\n    ```\n"
+    )
+
+
+def test_links_to_files_are_text_or_addresses_of_the_repository(builder, monkeypatch):
+    text, page = "[a](../src/unfog/text.py#L3) and [b](guide.md#x)", ROOT / "docs/sampling.md"
+    assert builder.convert(text, page) == "a (`src/unfog/text.py`) and [b](guide.md#x)"
+    monkeypatch.setattr(builder, "addresses", lambda: {"Source": "https://host/us/unfog"})
+    assert (
+        builder.convert(text, page) == "[a](https://host/us/unfog/blob/HEAD/src/unfog/text.py#L3) and [b](guide.md#x)"
     )
 
 

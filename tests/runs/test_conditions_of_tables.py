@@ -15,7 +15,7 @@ from launches import ended, launched, output, workers  # noqa: F401  a fixture
 from unfog.cli.main import main
 from unfog.errors import RequestError
 from unfog.inference.run import Run
-from unfog.models.condition_layers import ColumnEmbedding, column_inputs
+from unfog.models.condition_embedding import ColumnEmbedding, column_inputs
 from unfog.models.network_settings import build_model
 from unfog.models.settings import SIZES
 from unfog.values.columns import Column

@@ -15,7 +15,7 @@ from unfog.data.packs.latent_cache import Normalise
 from unfog.errors import RequestError
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder
-from unfog.models.condition_layers import ImageInput
+from unfog.models.image_conditions import ImageInput
 from unfog.models.network_settings import build_model
 from unfog.models.settings import SIZES, DiT, MPUNet
 from unfog.pipeline.latents import save_autoencoder

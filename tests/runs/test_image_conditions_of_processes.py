@@ -12,7 +12,7 @@ from PIL import Image
 from launches import ended, launched, output, workers  # noqa: F401  a fixture
 from random_weights import randomized
 from unfog.models.network_settings import build_model
-from unfog.models.settings import SIZES, DiT, MPUNet
+from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.training.checkpoints.load import read_tensors
 from unfog.values.condition_format import ConditionFormat
 from unfog.values.condition_kinds import ColumnFacts
@@ -25,8 +25,8 @@ FACTS = (
     ColumnFacts("mask", "mask", ("a", "b"), (1.0, H, W)),
 )
 NETWORKS = {
-    "unet": SIZES["tiny"],
-    "mpunet": MPUNet(channels=(16, 32), attention=(0, 1), blocks=1),
+    "unet": UNet(channels=(8, 16), attention=(0, 1), blocks=1, head_channels=8, norm_groups=4),
+    "mpunet": MPUNet(channels=(8, 16), attention=(0, 1), blocks=1, head_channels=8),
     "dit": DiT(width=32, depth=1, head_channels=16, patch=2),
 }
 

@@ -15,7 +15,6 @@ from PIL import Image
 import forked
 import unfog
 from conftest import NETWORK, few_images
-from unfog.commands.sample import write_grid
 from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.diffusion.noise import VP, Cosine, LogitNormal, NoiseSource
@@ -29,6 +28,7 @@ from unfog.planning.auto_settings import AutoSettings, parse_duration
 from unfog.planning.intervals import choose_intervals, round_down_to_125
 from unfog.process.device import resident_bytes
 from unfog.reporting.records import read_events, read_metrics
+from unfog.runs.sample import write_grid
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.settings import EmaSnapshots
 from unfog.values.condition_format import ConditionFormat
@@ -297,12 +297,12 @@ def test_debug_shows_the_traceback(tmp_path):
 
 
 def test_budget_fixes_the_images(tmp_path):
-    run = unfog.train(few_images(), out=tmp_path / "run", budget="3s", **SETTINGS | AT_THE_END)
+    run = unfog.train(few_images(), out=tmp_path / "run", budget="1s", **SETTINGS | AT_THE_END)
     training = run.config.training
     assert training.budget == ""
     assert training.images > 0
     choices = [e for e in read_events(run.path / "events.jsonl") if e["kind"] == "choice"]
-    assert any(e["name"] == "images" and "3s" in e["reason"] for e in choices)
+    assert any(e["name"] == "images" and "1s" in e["reason"] for e in choices)
 
 
 def test_choices_are_settled_in_the_config(tmp_path):

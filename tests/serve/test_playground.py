@@ -49,8 +49,8 @@ with warnings.catch_warnings():  # which client it uses is nothing to us
     warnings.simplefilter("ignore")
     from starlette.testclient import TestClient
 
-from unfog.serve.playground import routes
-from unfog.serve.routes import build_app
+from unfog.serve.playground import drawing_routes
+from unfog.serve.run_routes import build_app
 from waiting import wait_until
 
 FAKE = (sys.executable, str(Path(__file__).parents[1].joinpath("fake_worker.py")))
@@ -494,7 +494,7 @@ def test_votes_that_mean_nothing_are_refused(run):
 def client(run, monkeypatch):
     monkeypatch.setattr("unfog.serve.playground.queue.Worker", lambda: Worker(FAKE))
     server = Server(run.parent)
-    yield TestClient(build_app(server, routes.playground_routes(server)), raise_server_exceptions=False)
+    yield TestClient(build_app(server, drawing_routes.playground_routes(server)), raise_server_exceptions=False)
     server.close()
 
 
@@ -522,7 +522,7 @@ def test_a_restarted_server_shows_what_was_drawn_and_does_not_draw_it_again(clie
     pictures = pixels(client.get(f"/api/draw/{job['job']}/pictures.webp"))
     wait_until(lambda: list(History(run.parent).read()))  # it is stored after it was published
     server = Server(run.parent)
-    again = TestClient(build_app(server, routes.playground_routes(server)), raise_server_exceptions=False)
+    again = TestClient(build_app(server, drawing_routes.playground_routes(server)), raise_server_exceptions=False)
     (listed,) = again.get("/api/draw").json()["jobs"]
     assert (listed["job"], listed["state"], listed["settings"]["seed"]) == (job["job"], "done", 5)
     assert (pixels(again.get(f"/api/draw/{job['job']}/pictures.webp")) == pictures).all()
@@ -572,7 +572,7 @@ def test_pictures_of_conditions_are_kept_with_the_drawing_also_by_another_server
     assert {drawn(client, settings={"n": 1}, pictures={"mask": one})["job"] for one in of} == {job["job"] + 2}
     wait_until(lambda: len(list(History(run.parent).read())) == 3)
     server = Server(run.parent)
-    again = TestClient(build_app(server, routes.playground_routes(server)), raise_server_exceptions=False)
+    again = TestClient(build_app(server, drawing_routes.playground_routes(server)), raise_server_exceptions=False)
     assert drawn(again, settings={"n": 1}, pictures={"mask": {"job": job["job"]}})["job"] == job["job"]
     for wrong, said in {
         "x": "must be an object",
@@ -662,5 +662,5 @@ def test_blind_votes_through_the_routes(client):
 
 @pytest.mark.slow
 def test_the_server_imports_no_torch():
-    code = "import sys, unfog.serve.playground.routes; sys.exit('torch' in sys.modules)"
+    code = "import sys, unfog.serve.playground.drawing_routes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ).returncode == 0

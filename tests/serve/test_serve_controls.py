@@ -24,7 +24,7 @@ from unfog.config.requests.train import ResumeRequest, TrainRequest
 from unfog.errors import RequestError
 from unfog.process.heartbeat import Heartbeat
 from unfog.serve import controls
-from unfog.serve.child_processes import TaskList
+from unfog.serve.child_processes import ChildProcesses
 from unfog.serve.controls import form_fields, page_settings
 from unfog.serve.run_detail import read_findings
 from unfog.serve.runs import number_of
@@ -206,7 +206,7 @@ def test_output_of_a_child_is_kept_up_to_a_limit(monkeypatch):
     monkeypatch.setattr("unfog.serve.child_processes._MOST_BYTES", 10**6)
     quick_child(monkeypatch, "print('x' * 3_000_000); input()")
     published = []
-    tasks = TaskList(published.append)
+    tasks = ChildProcesses(published.append)
     task = tasks.start(["plan", "a"], outlives=False)
     wait_until(lambda: task.status is not None)
     assert task.text().endswith("EOFError: EOF when reading a line\n")
@@ -221,7 +221,7 @@ def test_too_many_children_are_refused_and_old_ones_forgotten(monkeypatch):
     monkeypatch.setattr("unfog.serve.child_processes._MOST_RUNNING", 2)
     monkeypatch.setattr("unfog.serve.child_processes._MOST_KEPT", 3)
     quick_child(monkeypatch, "import time; time.sleep(60)")
-    tasks = TaskList(lambda task: None)
+    tasks = ChildProcesses(lambda task: None)
     for _ in range(2):
         tasks.start(["plan"], outlives=False)
     with pytest.raises(RequestError, match="wait for one"):

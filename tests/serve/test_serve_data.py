@@ -32,7 +32,7 @@ with warnings.catch_warnings():  # which client it uses is nothing to us
     warnings.simplefilter("ignore")
     from starlette.testclient import TestClient
 
-from unfog.serve.routes import build_app
+from unfog.serve.run_routes import build_app
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ import unfog.serve
 from hostile import places
 from served import make_run
 from unfog.serve import run_files
-from unfog.serve.playground.routes import playground_routes
-from unfog.serve.routes import build_app
+from unfog.serve.playground.drawing_routes import playground_routes
+from unfog.serve.run_routes import build_app
 from unfog.serve.server import Server
 
 with warnings.catch_warnings():  # which client it uses is nothing to us

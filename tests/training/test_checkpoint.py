@@ -149,6 +149,12 @@ def lying(function, damage):
     return write
 
 
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch):
+    monkeypatch.setattr(checkpoint, "_RETRY_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr("unfog.training.checkpoints.writer.RETRY", 0.02)
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-3] ^= 4

@@ -15,7 +15,7 @@ import torch
 from unfog.config.presets import preset
 from unfog.config.toml import update
 from unfog.runs import session
-from unfog.runs.train import train
+from unfog.runs.train import train_run
 
 pytestmark = pytest.mark.slow
 
@@ -68,12 +68,12 @@ def watch(folder, steps, source):
             seen[step] = held()
 
     session.Session.on_step_end = advanced
-    train(configured(steps, source), Path(folder))
+    train_run(configured(steps, source), Path(folder))
     print(json.dumps(seen))
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
-@pytest.mark.parametrize("steps", [500, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("steps", [200, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 def test_many_steps_hold_no_more_than_the_first_ones(tmp_path, steps):
     from conftest import few_images  # not at the top, as the process below runs this file
 

@@ -13,7 +13,7 @@ from typing import Any
 from unfog.config.describe import Description, describe
 from unfog.config.presets import SETTINGS_OF
 from unfog.config.schema import Config
-from unfog.config.task import AutoencoderTask, DiffusionTask, Task
+from unfog.config.task import AutoencoderTask, DiffusionTask, RunTask
 from unfog.data.settings import TRAINING_ONLY
 
 HELP_FLAGS = ("-h", "--help", "--help-all")
@@ -64,7 +64,7 @@ def listed_settings(command: str, kind: type, default: Any = None) -> list[Descr
     Without those that no resume can change, and those that a pack or the training of an autoencoder does not read.
     """
     settings, found = getattr(default, "settings", None), list(describe(kind))
-    task: type[Task] = AutoencoderTask if command == "train-autoencoder" else DiffusionTask
+    task: type[RunTask] = AutoencoderTask if command == "train-autoencoder" else DiffusionTask
     task = type(settings.task) if isinstance(settings, Config) else task
     read, unused = SETTINGS_OF[task]
     if command == "resume":

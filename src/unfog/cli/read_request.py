@@ -12,7 +12,6 @@ from typing import Any
 
 from unfog.cli.help import HELP_FLAGS, format_help
 from unfog.cli.parse import ParsedArgs, parse_args
-from unfog.commands.slurm import SlurmRequest
 from unfog.config.named_code import consent_to_flags
 from unfog.config.presets import AutoencoderRunSettings, autoencoder_recipe, preset
 from unfog.config.requests.cache import CacheRequest
@@ -22,12 +21,12 @@ from unfog.config.requests.ema_sweep import EmaSweepRequest
 from unfog.config.requests.evaluate import EvaluateRequest
 from unfog.config.requests.explain import ExplainRequest
 from unfog.config.requests.export import ExportRequest
-from unfog.config.requests.find_lr import FindLrRequest
 from unfog.config.requests.init import InitRequest
 from unfog.config.requests.pack import PackRequest
-from unfog.config.requests.plan import PlanRequest
+from unfog.config.requests.plan import FindLrRequest, PlanRequest
 from unfog.config.requests.runs import DocsRequest, ReportRequest, RunsRequest, ServeRequest, WatchRequest
 from unfog.config.requests.sample import SampleRequest, is_model
+from unfog.config.requests.slurm import SlurmRequest
 from unfog.config.requests.train import ResumeRequest, TrainAutoencoderRequest, TrainRequest
 from unfog.config.requests.tune import TuneRequest
 from unfog.config.resume_rules import apply_changes as apply_resume_changes

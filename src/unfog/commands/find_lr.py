@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unfog.config.requests.find_lr import FindLrRequest
+from unfog.config.requests.plan import FindLrRequest
 from unfog.process.run_folder import next_folder
 from unfog.reporting.progress import print_result
 from unfog.runs.find_lr import find_lr

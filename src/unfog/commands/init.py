@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
-import textwrap
 from collections.abc import Callable, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from unfog.config.describe import Description, describe, field_texts
+from unfog.config.commented_toml import commented_toml
 from unfog.config.presets import preset
 from unfog.config.requests.init import InitRequest
 from unfog.config.schema import Config
-from unfog.config.spec_strings import format_spec, registry_of
-from unfog.config.toml import literal, with_version
+from unfog.config.toml import with_version
 from unfog.config.validate import check_device, check_source, parse_duration
-from unfog.data.sources.image_files import SUFFIXES
+from unfog.data.sources.folder import first_image_folder
 from unfog.errors import RequestError
 from unfog.files.safe_files import open_file
 from unfog.reporting.progress import print_result, say
 from unfog.runs.start import new_run_settings
-from unfog.text import sanitize
 from unfog.values.image_format import parse_size
 
 # Answer -> the setting that it gives. The source is named on the command line.
@@ -36,8 +31,6 @@ _QUESTIONS = {
     "classes": "Learn classes? folders: sub-folders are classes; none; auto: if there are any; or a .csv or .jsonl",
     "device": "Where should it run? cpu, cuda (NVIDIA), mps (Apple); auto: the fastest here",
 }
-_WIDTH = 100
-_MAX_LOOKED_AT = 200  # entries of a folder
 
 
 def _ask(request: InitRequest, read: Callable[[], str]) -> dict[str, str]:
@@ -47,7 +40,7 @@ def _ask(request: InitRequest, read: Callable[[], str]) -> dict[str, str]:
     """
     answers: dict[str, str] = {}
     for number, (name, question) in enumerate(_QUESTIONS.items(), 1):
-        default = _DEFAULTS.get(name) or _find_source()
+        default = _DEFAULTS.get(name) or first_image_folder() or "fashion"
         given = getattr(request, name)
         while name not in answers:
             answer = given if given is not None else default
@@ -95,41 +88,6 @@ def _config_of(answers: Mapping[str, str]) -> Config:
     return new_run_settings(preset("default"), table, answers.get("source", ""))
 
 
-def _find_source() -> str:
-    """Return the first folder here that has images, or the name of the built-in set."""
-    # A limit, as it may be started in a home folder with any number of entries.
-    for folder in sorted(path for path in islice(Path().iterdir(), _MAX_LOOKED_AT) if path.is_dir()):
-        if not folder.name.startswith(".") and folder.name not in ("runs", "doctor"):
-            files = (file for _, _, names in islice(os.walk(folder), 3) for file in islice(names, _MAX_LOOKED_AT))
-            if any(Path(file).suffix.lower() in SUFFIXES for file in files):
-                return folder.name
-    return "fashion"
-
-
-def _settings_text(answers: Mapping[str, str], command: str) -> str:
-    """Return the TOML of these answers, with the other common settings as comments."""
-    config, asked = _config_of(answers), set(_SETTINGS.values())
-    lines = [f"# Train with: {sanitize(command)}"]
-    lines += ["# `unfog explain NAME` says more about a setting; `unfog train --help-all` lists all.", ""]
-    shown = [each for each in describe(Config) if each.rules.common or each.setting in asked]
-    section: tuple[str, ...] = ()
-    # Settings without a section come first: a key below the header of one would belong to it.
-    for each in sorted(shown, key=lambda each: each.path[:-1]):
-        if each.path[:-1] != section:
-            section = each.path[:-1]
-            lines += [f"[{'.'.join(section)}]"]
-        about = field_texts(each.owner)[each.field.name]
-        lines += textwrap.wrap(about, _WIDTH, initial_indent="# ", subsequent_indent="# ")
-        lines += [f"{'' if each.setting in asked else '# '}{each.path[-1]} = {_value(each, config)}", ""]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _value(each: Description, config: Any) -> str:
-    for name in each.path:
-        config = getattr(config, name)
-    return literal(format_spec(config) if registry_of(each.annotation) is not None else config)
-
-
 def main(request: InitRequest) -> int:
     """Ask, and write the file. Return the exit status."""
     answers = _ask(request, sys.stdin.readline)
@@ -139,7 +97,7 @@ def main(request: InitRequest) -> int:
     try:
         # "x" refuses a file that is there: somebody's settings are not overwritten by a default name.
         with open_file(file, "xb", file.parent) as out:
-            out.write(with_version(_settings_text(answers, command)).encode())
+            out.write(with_version(commented_toml(_config_of(answers), {*_SETTINGS.values()}, command)).encode())
     except FileExistsError:
         raise RequestError(f"{file} exists; give another name: unfog init FILE") from None
     say(f"{file} is written; edit it as you like. Then:")

@@ -12,22 +12,12 @@ from unfog.config.spec_strings import quote
 from unfog.config.validate import reason_of
 from unfog.errors import RequestError
 from unfog.files.safe_files import disk_usage, remove_tree
-from unfog.process.run_status import RunStatus, broken_checkpoints, find_runs
+from unfog.process.run_status import RunStatus, broken_checkpoints, find_runs, prometheus_text
 from unfog.reporting.progress import align_columns, format_bytes, format_duration, plural, print_result, say, warn
-from unfog.reporting.records import STATES
 from unfog.text import sanitize
 
 _HEAD = ("run", "state", "step", "best", "disk", "age")
 
-# Numbers of a run for Prometheus: field of `RunStatus.as_json`, name, and help.
-_GAUGES = (
-    ("step", "unfog_run_step", "Optimizer steps done"),
-    ("steps", "unfog_run_steps", "Optimizer steps in all"),
-    ("seconds_left", "unfog_run_seconds_left", "Seconds until the end, while it trains"),
-    ("best", "unfog_run_best", "Best value of the metric that chooses checkpoints"),
-    ("bytes", "unfog_run_disk_bytes", "Disk space of the run folder"),
-    ("age_seconds", "unfog_run_age_seconds", "Seconds since the run last wrote"),
-)
 _NOT_FINISHED = 3  # as of a command that was stopped and has saved
 
 
@@ -54,30 +44,6 @@ def main(request: RunsRequest) -> int:
         _list_broken(runs, request.folder)
     done = bool(runs) and all(run.state == "finished" for run in runs)
     return 0 if done or not request.finished else _NOT_FINISHED
-
-
-def prometheus_text(runs: Sequence[RunStatus]) -> str:
-    """Return the runs as gauges in the text format of Prometheus, which node_exporter reads from a file.
-
-    What is not recorded is left out. Source: prometheus.io, "Exposition formats", version 0.0.4.
-    """
-    rows = [(run.as_json(), f'run="{_escaped(str(run.path))}"') for run in runs]
-    lines = []
-    for key, name, text in _GAUGES:
-        lines += [f"# HELP {name} {text}.", f"# TYPE {name} gauge"]
-        for row, named in rows:
-            if row[key] is not None:
-                more = f',metric="{_escaped(row["metric"])}"' if key == "best" else ""
-                lines.append(f"{name}{{{named}{more}}} {row[key]}")
-    lines += ["# HELP unfog_run_state 1 for the state of the run, else 0.", "# TYPE unfog_run_state gauge"]
-    for row, named in rows:
-        lines += [f'unfog_run_state{{{named},state="{state}"}} {int(row["state"] == state)}' for state in STATES]
-    return "\n".join(lines)
-
-
-def _escaped(text: str) -> str:
-    """Return a quoted value in the format of Prometheus: backslash, double quote and line feed are escaped."""
-    return text.encode("utf-8", "replace").decode().replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _cells(run: RunStatus) -> tuple[str, ...]:

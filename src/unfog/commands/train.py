@@ -7,17 +7,17 @@ import shlex
 
 from unfog.config.requests.train import ResumeRequest, TrainAutoencoderRequest, TrainRequest
 from unfog.process.run_folder import RunFolder
-from unfog.runs.start import resume, train, train_autoencoder
+from unfog.runs.start import resume_run, start_autoencoder, start_run
 
 
 def main(request: TrainRequest | TrainAutoencoderRequest | ResumeRequest) -> int:
     """Train, or verify; print the run folder, or what was compared. Return the exit status."""
     if isinstance(request, TrainRequest):
-        return _report_end(*train(request))
+        return _report_end(*start_run(request))
     if isinstance(request, TrainAutoencoderRequest):
-        return _report_end(*train_autoencoder(request))
+        return _report_end(*start_autoencoder(request))
     if not request.verify:
-        return _report_end(*resume(request))
+        return _report_end(*resume_run(request))
     from unfog.reporting.progress import say
     from unfog.runs.replay import verify  # only now, as torch takes seconds
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from unfog.config.schema import Config
 from unfog.config.spec_strings import quote
-from unfog.config.task import AutoencoderTask, DiffusionTask, Task
+from unfog.config.task import AutoencoderTask, DiffusionTask, RunTask
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal
@@ -142,8 +142,8 @@ class AutoencoderRunSettings:
         return replace(recipe, source=source, **values | {"evaluate": evaluate})
 
 
-# Task -> (its settings, None for all; those that are allowed, as in a shared TOML file, and change nothing).
-SETTINGS_OF: dict[type[Task], tuple[type | None, tuple[str, ...]]] = {
+# RunTask -> (its settings, None for all; those that are allowed, as in a shared TOML file, and change nothing).
+SETTINGS_OF: dict[type[RunTask], tuple[type | None, tuple[str, ...]]] = {
     DiffusionTask: (None, ()),
     AutoencoderTask: (AutoencoderRunSettings, ("ema_snapshots", "data.labels")),
 }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from unfog.config.aliases import EPOCHS, USUAL, advice_on, current_name
 from unfog.config.representation import LatentSpace, PixelSpace, Representation
-from unfog.config.task import AutoencoderTask, DiffusionTask, Task
+from unfog.config.task import AutoencoderTask, DiffusionTask, RunTask
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.sampler import Sampler
@@ -33,7 +33,8 @@ from unfog.training.settings import (
 from unfog.values.buckets import Bucket, parse_buckets
 from unfog.values.condition_format import AUGMENT_INPUTS, ConditionFormat
 from unfog.values.condition_kinds import ColumnFacts
-from unfog.values.image_format import ImageFormat, Size, area, check_view, parse_view
+from unfog.values.image_format import ImageFormat, Size, area, check_view, parse_view, sides_of
+from unfog.values.kinds.image_kinds import at_sides
 
 if TYPE_CHECKING:
     import numpy as np
@@ -200,7 +201,7 @@ class Config:
             )
 
     @property
-    def task(self) -> Task:
+    def task(self) -> RunTask:
         """Task of the run: to train a diffusion model, or with `unfog train-autoencoder` an autoencoder."""
         return AutoencoderTask(self.autoencoder) if self.autoencoder.factor else DiffusionTask()
 
@@ -236,8 +237,14 @@ class Config:
         return self.at_size(max((*(bucket.size for bucket in self.size_buckets), self.data.size), key=area))
 
     def at_size(self, size: Size) -> Config:
-        """Return the settings of the same run for images of another size."""
-        return replace(self, data=replace(self.data, size=size))
+        """Return the settings of the same run for images of another size.
+
+        Conditions that are images get that size too if it is the size of a bucket: others were not trained.
+        """
+        columns = self.columns
+        if any(bucket.size == size for bucket in self.size_buckets):
+            columns = at_sides(columns, *sides_of(size))
+        return replace(self, data=replace(self.data, size=size), columns=columns)
 
     @property
     def input_shape(self) -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ from unfog.models.autoencoder_settings import Autoencoder
 from unfog.settings import is_auto
 
 
-class Task(ABC):
+class RunTask(ABC):
     """Facts about a kind of training. `pipeline.build` and `runs.previews` hold the parts that need torch."""
 
     chooses_network: ClassVar[bool]
@@ -35,7 +35,7 @@ class Task(ABC):
         """Raise RequestError if the result of this training cannot generate images; `run` names it in the message."""
 
 
-class DiffusionTask(Task):
+class DiffusionTask(RunTask):
     """Train a network that generates images."""
 
     chooses_network = generates = True
@@ -50,7 +50,7 @@ class DiffusionTask(Task):
 
 
 @dataclass(frozen=True)
-class AutoencoderTask(Task):
+class AutoencoderTask(RunTask):
     """Train an autoencoder, by `unfog train-autoencoder`."""
 
     settings: Autoencoder

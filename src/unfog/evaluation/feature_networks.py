@@ -126,7 +126,7 @@ def load_torchscript(settings: _NetworkInput, device: torch.device, only_known: 
     content = _read(path, _LARGEST_INCEPTION if only_known else _LARGEST)
     sha256 = hashlib.sha256(content).hexdigest()
     name = f"{path.stem}@{sha256[:8]}"
-    # By content: under another name it would get the resize of other networks, and a FID that compares with nothing.
+    # By content: under another name it would get the resize of other networks, and a FID that compares with no other.
     if sha256 == _INCEPTION_SHA256:
         name, settings = "inception", _INCEPTION_INPUT
     elif only_known:
@@ -194,7 +194,7 @@ def _tf1_bilinear(x: Tensor, size: int) -> Tensor:
 
 
 def _neighbours(length: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For each output place: the pixel before it, the pixel after, and how far between them, in float32 as there."""
+    """Return for each output place the pixels before and after it, and its distance from the first, in float32."""
     # In double precision a few places would round to another pixel than there.
     scale = torch.tensor(length, dtype=torch.float32) / size
     place = torch.arange(size, dtype=torch.float32) * scale

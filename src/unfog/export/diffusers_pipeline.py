@@ -58,12 +58,7 @@ class UnfogPipeline(DiffusionPipeline):
             conditions: the same as arguments of their own.
         """
         objective, device = self.config.objective, self._execution_device
-        if batch_size is not None and not hasattr(batch_size, "__index__"):
-            if prompt is not None:
-                raise ValueError("the first argument is a prompt, and prompt another one; give one of them")
-            batch_size, prompt = None, batch_size
-        if batch_size is None:
-            batch_size = len(prompt) if isinstance(prompt, list | tuple) else 1
+        batch_size, prompt = self._count_and_prompt(batch_size, prompt)
         given = {**(given or {}), **self._prompted(prompt, {**(given or {}), **conditions})}
         away = self._negative(negative_prompt, batch_size)
         channels, size = self.unet.config.in_channels, self.unet.config.sample_size
@@ -87,6 +82,19 @@ class UnfogPipeline(DiffusionPipeline):
             images = images.cpu().permute(0, 2, 3, 1).float().numpy()
             images = self.numpy_to_pil(images) if output_type == "pil" else images
         return ImagePipelineOutput(images=images) if return_dict else (images,)
+
+    @staticmethod
+    def _count_and_prompt(first, prompt):
+        """Return the number of images and the prompt, which diffusers has as the first argument."""
+        if first is None or hasattr(first, "__index__"):
+            batch_size = first
+        elif prompt is None:
+            batch_size, prompt = None, first
+        else:
+            raise ValueError("the first argument is a prompt, and prompt another one; give one of them")
+        if batch_size is None:
+            batch_size = len(prompt) if isinstance(prompt, list | tuple) else 1
+        return batch_size, prompt
 
     def _set_timesteps(self, steps, device):
         set_timesteps, config = self.scheduler.set_timesteps, self.scheduler.config

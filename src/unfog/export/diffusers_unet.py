@@ -231,7 +231,7 @@ def _is_like(value: object, usual: object) -> bool:
 
 
 def _attention(config: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Return for each level if it attends. The blocks up must mirror those down."""
+    """Return whether each level has attention. The blocks up must mirror those down."""
     down, up = config["down_block_types"], config["up_block_types"]
     for kind in down:
         if kind not in ("DownBlock2D", "AttnDownBlock2D"):
@@ -247,7 +247,7 @@ def _no_equivalent(key: str, value: object, rule: str) -> RequestError:
 
 
 def _patterns(names: Mapping[str, str]) -> list[tuple[re.Pattern[str], str]]:
-    """Return for each name a pattern of the keys under it, and the name to give them."""
+    """Return a pattern of the keys under each name, and the name to give them."""
     return [
         (re.compile(re.escape(old).replace(r"\#", r"(\d+)") + r"\.(weight|bias)"), new + ".#")
         for old, new in names.items()

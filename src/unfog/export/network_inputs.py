@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from unfog.models.condition_layers import IMAGES
+from unfog.models.image_conditions import IMAGES
 from unfog.values.conditions import Conditions
 
 

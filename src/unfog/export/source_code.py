@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from unfog.models.condition_layers import IMAGES
+from unfog.models.image_conditions import IMAGES
 from unfog.text import valid_text
 from unfog.values.condition_format import TEXT_HEAD
 from unfog.values.condition_kinds import MOST_CATEGORIES
@@ -170,10 +170,12 @@ def network_source(
         has_text: the network has an encoder of captions.
     """
     module, _, name = model.partition(":")
-    layers = ["unfog.models.condition_layers", "unfog.models.layers"] if named_inputs else ["unfog.models.layers"]
+    conditions = ["unfog.models.condition_embedding", "unfog.models.image_conditions"] if named_inputs else []
     inputs = ["unfog.export.network_inputs"] if named_inputs else []
     text = ["unfog.models.text_encoder"] if has_text else []
-    names = dict.fromkeys(["unfog.values.conditions", *text, *layers, module, *inputs, *modules])
+    names = dict.fromkeys(
+        ["unfog.values.conditions", *text, *conditions, "unfog.models.layers", module, *inputs, *modules]
+    )
     title, about = f"The {what} of an Unfog run: {name}.", " `build` makes the network."
     source = plain_source(title, names, OF_TRAINING, about)
     call, columns = "(x [B, C, H, W], c_noise [B], label) -> y", ""

@@ -70,6 +70,7 @@ _KINDS = (
     _Kind("array", rf"array-{_KEY}\.npz", evictable=False),
     _Kind("images", rf"images-{_KEY}\.images", evictable=False),
     _Kind("table", rf"table-{_KEY}\.jsonl", evictable=False),
+    _Kind("condition", rf"condition-{_KEY}\.npy", evictable=False),
     _Kind("sides of images", rf"sides-{_KEY}\.i32"),
     _Kind("features", rf"features/{_KEY}", r"([0-9]{8}|statistics)\.safetensors"),
     _Kind("encoded captions", rf"texts-{_KEY}\.safetensors"),

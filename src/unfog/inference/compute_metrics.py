@@ -10,12 +10,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from unfog.config.requests.evaluate import OBEYS, WORTH
 from unfog.config.schema import Config
+from unfog.data.buckets.joined_set import join_columns
 from unfog.data.dataset import Dataset
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.likelihood import best_end, bits_per_dim
@@ -123,7 +123,7 @@ def _compare_with_truth(run: LoadedRun, setup: EvaluationSetup) -> list[ImageAgr
         with Progress("drawing for held-out images", count) as progress:
             return generate_images(run.network, run.config, generation, progress.update, guide=setup.guide)
 
-    return compare_with_truth(run.config, setup.dataset, draw)
+    return compare_with_truth(run.config, setup.dataset.of_one_size, draw)
 
 
 def _judge_samples(
@@ -138,12 +138,10 @@ def _columns_of_samples(
     config: Config, setup: EvaluationSetup, samples: GeneratedSamples | MixedSamples
 ) -> dict[str, Column]:
     """Return the columns that samples were drawn with, in their order."""
-    format, parts = config.conditions, [(one.generation.given, one.generation.count) for one in setup.parts]
-    given = [format.columns_of(own, range(count)) for own, count in parts]
-    joined = {
-        name: replace(column, values=np.concatenate([one[name].values for one in given]))
-        for name, column in given[0].items()
-    }
+    given = [
+        one.run.config.conditions.columns_of(one.generation.given, range(one.generation.count)) for one in setup.parts
+    ]
+    joined = {name: join_columns([one[name] for one in given], config.image_format) for name in given[0]}
     return rows_of(joined, samples.order) if isinstance(samples, MixedSamples) else joined
 
 

@@ -168,9 +168,10 @@ def _parts(
     parts, none = [], real.train.subset(slice(0))
     for part, n in zip(dataset.buckets, share_samples(dataset.size_buckets, generation.count)):
         if n:
-            own = replace(generation, count=n, given=proportional_given(run.config.conditions, part.train, n))
+            sized = run.at_size(part.settings.size)
+            own = replace(generation, count=n, given=proportional_given(sized.config.conditions, part.train, n))
             known = next((one.train for one in real.buckets if one.settings.size == part.settings.size), none)
-            parts.append(EvaluationPart(run.at_size(part.settings.size), own, known))
+            parts.append(EvaluationPart(sized, own, known))
     return tuple(parts)
 
 

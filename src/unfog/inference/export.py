@@ -39,8 +39,8 @@ from unfog.inference.exports.conditions import (
 from unfog.inference.exports.description import describe_denoiser, describe_model
 from unfog.inference.exports.diffusers import draw_samples, plain_weights, save_weights, write_pipeline
 from unfog.inference.exports.hub import Repository
+from unfog.inference.exports.model_card import GRID, CardSettings, model_card
 from unfog.inference.loaded_run import LoadedRun
-from unfog.inference.model_card import GRID, CardSettings, model_card
 from unfog.models.autoencoder_settings import CONFIG, OURS
 from unfog.models.network_settings import CustomNetwork
 from unfog.pipeline.generate import GenerationSettings, sample_grid

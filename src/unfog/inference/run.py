@@ -1,4 +1,4 @@
-"""A run as Python sees it: `unfog.load("runs/photos").sample(16)`; and the array of samples."""
+"""A run as Python sees it: `unfog.load("runs/photos").sample(16)`."""
 
 from __future__ import annotations
 
@@ -28,96 +28,24 @@ from unfog.diffusion.sampler import Observe
 from unfog.errors import RequestError
 from unfog.inference.guide import Guide, resolve_guidance
 from unfog.inference.loaded_run import FAR, LoadedRun, weights_digest
+from unfog.inference.samples import Samples
 from unfog.pipeline.edit_images import ImageInput, build_edit
 from unfog.pipeline.generate import GenerationSettings, generate_batches
 from unfog.pipeline.given_images import read_grid, read_pictures
 from unfog.pipeline.measurement import MeasureInput, Measurement, ObservedInput, build_measurement
 from unfog.process.device import available_memory
-from unfog.reporting.image_grids import Pixels, captioned_grid
-from unfog.reporting.image_grids import grid as image_grid
-from unfog.reporting.notebook import figure, picture, table
+from unfog.reporting.image_grids import Pixels
+from unfog.reporting.notebook import table
 from unfog.reporting.progress import plural, warn
 from unfog.text import format_bytes, sanitize
 from unfog.training.precision import DTYPES
 from unfog.values.columns import CLASS
 from unfog.values.condition_format import Given
-from unfog.values.condition_requests import CellNames, passes, spell_guidance
-from unfog.values.image_format import Size, are_pictures, to_pillow
+from unfog.values.condition_requests import CellNames, GuidanceScale, passes, spell_guidance
+from unfog.values.image_format import Size
 
 if TYPE_CHECKING:
     from unfog.inference.evaluation_files import Evaluation
-
-
-class Samples(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
-    """Images [n, H, W, C]: an array of NumPy. Pictures, which are uint8, have `pil()` and are a grid in notebooks.
-
-    A part of it, such as `samples[:4]`, is the same; what is computed from it is an array like any other. Samples of a
-    run that keeps the values of its arrays have the type of these.
-    """
-
-    caption: str
-    """How the images were generated: run, step, weights, sampler, seed."""
-
-    cells: CellNames | None = None
-    """Captions of the columns and rows of a grid of conditions, whose cells all the samples are; None otherwise."""
-
-    @classmethod
-    def of(cls, images: Any, caption: str, cells: CellNames | None = None) -> Samples:
-        """Return the same memory as samples."""
-        samples: Samples = np.asarray(images).view(cls)
-        samples.caption, samples.cells = caption, cells
-        return samples
-
-    def __array_finalize__(self, other: Any) -> None:
-        self.caption = getattr(other, "caption", "")
-
-    def grid(self) -> Pixels:
-        """Return one picture of all images, uint8 [H, W, 3]; the cells of a grid of conditions have captions.
-
-        Raises RequestError if this is no longer an array of images.
-        """
-        if not self._are_images:
-            raise RequestError("only uint8 [n, H, W, 1 or 3] is a grid; run.view(samples) makes such of other values")
-        plain, cells = np.asarray(self), self.cells
-        return image_grid(plain) if cells is None else captioned_grid(plain, cells.across, cells.down)
-
-    @property
-    def _are_images(self) -> bool:
-        return are_pictures(self) and self.size > 0
-
-    def pil(self) -> Any:
-        """Return a list of PIL images, of mode RGB or L; of a single image [H, W, C] that image.
-
-        Raises RequestError if this is no longer an array of images.
-        """
-        single = self.ndim == 3
-        images = self[None].view(Samples) if single else self
-        if not images._are_images:
-            shape = "x".join(map(str, self.shape))
-            raise RequestError(
-                f"{self.dtype} of shape {shape} is not an array of images; use pil() of uint8 [n, H, W, 1 or 3]; "
-                "run.view(samples) makes such of other values"
-            )
-        plain = np.asarray(images)
-        made = [to_pillow(one) for one in plain]
-        return made[0] if single else made
-
-    def _title(self) -> str:
-        n, height, width, _ = self.shape
-        count = "1 image" if n == 1 else f"{n:,} images"
-        return f"{count} of {width}x{height} pixels{f', {self.caption}' * bool(self.caption)}"
-
-    def __repr__(self) -> str:
-        if not self._are_images:
-            return repr(np.asarray(self))
-        return f"<samples: {self._title()}; uint8 {[*self.shape]}>"
-
-    def _repr_html_(self) -> str | None:
-        if not self._are_images:
-            return None
-        if self.cells is None:
-            return figure(np.asarray(self), self._title())
-        return picture(self.grid(), self._title())  # at its own size: made smaller, its captions could not be read
 
 
 def _of_posterior(request: SamplingRequest, guide: Guide | None, image: ImageInput | None) -> SamplingRequest:
@@ -139,6 +67,20 @@ def _check_one_posterior(generation: GenerationSettings) -> None:
             f"{name} has {len(values)} values, and measure draws one posterior, so all samples have the same "
             f"conditions; give one value of {name}"
         )
+
+
+def _check_guidance(
+    config: Config, request: SamplingRequest, scale: GuidanceScale, generation: GenerationSettings
+) -> None:
+    """Raise RequestError if the interval, negative or weights of guidance have no effect with this scale."""
+    conditions = config.conditions
+    if scale == 1 and request.guidance_interval is not None:
+        remedy = "--guidance 2" if conditions.can_be_dropped and config.label_dropout else "a --guide"
+        raise RequestError(f"guidance_interval has no effect with guidance = 1; give {remedy}, or omit it")
+    if generation.negative:
+        conditions.check_negative(scale)
+    if request.guidance is not None:
+        conditions.check_guided(request.guidance, generation.given)
 
 
 class _Sampled(NamedTuple):
@@ -307,19 +249,42 @@ class Run(LoadedRun):
             measurement = build_measurement(self.config, measure, observed, noise, self.device, self.path)
             request = _of_posterior(request, guide, image)
         conditions = self.config.conditions
-        # An observed image may be of any class, which a network learns where labels are dropped at times.
         asked = conditions.with_prompts(conditions.with_label(given, label), prompt)
-        unconditional = measurement is not None and asked == {} and self.config.label_dropout > 0
         negative = conditions.read_negative(request.negative)
         if measurement is not None and (given_table is not None or request.cells is not None):
             raise RequestError(
                 "measure draws one posterior, so all samples have the same conditions; give them by given"
             )
         told = _read_conditions(self.config, request, asked, given_table)
-        generation = GenerationSettings(
+        # An observed image may be of any class, which a network learns where labels are dropped at times.
+        if measurement is not None and asked == {} and self.config.label_dropout > 0:
+            told = told._replace(given=())
+        generation = self._generation_settings(request, told, negative)
+        if measurement is not None:
+            _check_one_posterior(generation)
+        self._warn_of_conditions(generation)
+        edit = build_edit(self.config, image, mask, request.strength, request.repeats)
+        # Last, as a guide is another network to load.
+        guidance = resolve_guidance(
+            self, guide, request.guidance, request.precision, request.guide_every, edits=edit is not None
+        )
+        _check_guidance(self.config, request, guidance.scale, generation)
+        generation = replace(generation, guidance=guidance.scale)
+        if self.enlarged > FAR:
+            self._check_memory(generation, guidance.guide is not None)
+        caption = self._describe(generation, guidance.name)
+        if measurement is not None:
+            caption = (*caption, f"given {sanitize(measurement.name)}")
+        return PreparedSampling(generation, guidance.guide, edit, caption, measurement, told.cells, told.files)
+
+    def _generation_settings(
+        self, request: SamplingRequest, told: _Sampled, negative: tuple[int, ...]
+    ) -> GenerationSettings:
+        """Return the settings of a request for these conditions, with none left open but the scale of guidance."""
+        return GenerationSettings(
             told.n,
             self.sampler(request.sampler, request.steps, request.noise_grid, request.levels),
-            () if unconditional else told.given,
+            told.given,
             request.seed,
             1.0 if request.guidance is None else request.guidance,
             request.batch,
@@ -330,30 +295,13 @@ class Run(LoadedRun):
             shared=1 if told.cells is None else told.n,
             to_seed=request.to_seed,
         ).resolved(self.config, self.device)
-        if measurement is not None:
-            _check_one_posterior(generation)
+
+    def _warn_of_conditions(self, generation: GenerationSettings) -> None:
+        """Warn of values that the run has not seen, and of conditions that it needs and that are not given."""
+        conditions, negative = self.config.conditions, generation.negative
         away = ((conditions.text.name, (negative,)),) if negative and conditions.text else ()
         for concern in [*conditions.concerns((*generation.given, *away)), *self._untold(generation)]:
             warn(concern)
-        edit = build_edit(self.config, image, mask, request.strength, request.repeats)
-        # Last, as a guide is another network to load.
-        guidance = resolve_guidance(
-            self, guide, request.guidance, request.precision, request.guide_every, edits=edit is not None
-        )
-        if guidance.scale == 1 and request.guidance_interval is not None:
-            remedy = "--guidance 2" if conditions.can_be_dropped and self.config.label_dropout else "a --guide"
-            raise RequestError(f"guidance_interval has no effect with guidance = 1; give {remedy}, or omit it")
-        if negative:
-            conditions.check_negative(guidance.scale)
-        if request.guidance is not None:
-            conditions.check_guided(request.guidance, generation.given)
-        generation = replace(generation, guidance=guidance.scale)
-        if self.enlarged > FAR:
-            self._check_memory(generation, guidance.guide is not None)
-        caption = self._describe(generation, guidance.name)
-        if measurement is not None:
-            caption = (*caption, f"given {sanitize(measurement.name)}")
-        return PreparedSampling(generation, guidance.guide, edit, caption, measurement, told.cells, told.files)
 
     def _untold(self, generation: GenerationSettings) -> list[str]:
         """Return a line if a condition is not given, and the run never hid any in training.

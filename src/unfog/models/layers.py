@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from unfog.errors import RequestError
-from unfog.models.condition_layers import IMAGES, ColumnEmbedding, ImageInput
+from unfog.models.condition_embedding import ColumnEmbedding
+from unfog.models.image_conditions import IMAGES, ImageInput
 from unfog.models.pretrained_text import PretrainedTextEncoder, known_texts
 from unfog.models.text_encoder import Text, TextEncoder
 from unfog.values.conditions import Conditions, ConditionsLike

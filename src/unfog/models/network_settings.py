@@ -99,6 +99,10 @@ class NetworkSettings:
         """
         return float("inf"), float("inf")
 
+    def text_bound(self, side: float, text_width: int, tokens: int) -> tuple[float, float]:
+        """Return the same bounds of what attention to a text of so many tokens of `text_width` channels adds."""
+        return float("inf"), float("inf")
+
 
 class LevelSettings(NetworkSettings):
     """Base of the settings of U-Nets. Level i works at 1/2^i of the image's height and width."""

@@ -121,6 +121,23 @@ class _OwnLevels(LevelSettings):
             around = self.channels[max(0, number - 1)] + self.channels[min(number + 1, len(self.channels) - 1)]
             yield _LevelBound(number, own, pixels, count, own + around, count * 4 * heads * pixels**2)
 
+    def text_bound(self, side: float, text_width: int, tokens: int) -> tuple[float, float]:
+        weights = activations = 0.0
+        for level in self._level_bounds(side):
+            if self.attention[level.number] or level.number == len(self.channels) - 1:
+                more = _text_attention_bound(level.channels, level.pixels, self.head_channels, text_width, tokens)
+                weights, activations = weights + level.blocks * more[0], activations + level.blocks * more[1]
+        return weights, activations
+
+
+def _text_attention_bound(
+    channels: int, pixels: float, head_channels: int, text_width: int, tokens: int
+) -> tuple[float, float]:
+    """Return the bounds of one layer of attention to a text: (weights, numbers kept of each image)."""
+    heads = channels / min(channels, head_channels or channels)
+    weights = 2.0 * channels * (channels + text_width + 4)  # queries and output, keys and values, norms
+    return weights, pixels * (24 * channels + 6 * heads * tokens) + 12 * tokens * channels
+
 
 def _common_divisor(values: tuple[int, ...], limit: int = 32) -> int:
     """Return the largest number up to `limit` that divides all `values`."""
@@ -265,6 +282,11 @@ class DiT(PatchSettings):
         weights = width * (self.depth * 19.0 * (width + 8) + 12 * width + conditions + 2 * values)
         activations = self.depth * tokens * (60 * width + 4 * heads * tokens) + tokens * (8 * width + values)
         return weights, activations
+
+    def text_bound(self, side: float, text_width: int, tokens: int) -> tuple[float, float]:
+        patches = (side / self.patch) ** 2
+        weights, activations = _text_attention_bound(self.width, patches, self.head_channels, text_width, tokens)
+        return self.depth * weights, self.depth * activations
 
 
 class _ForeignLevels(LevelSettings):

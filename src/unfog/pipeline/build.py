@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from unfog.config.schema import Config
-from unfog.config.task import AutoencoderTask, DiffusionTask, Task
+from unfog.config.task import AutoencoderTask, DiffusionTask, RunTask
 from unfog.config.validate import check_network_size
 from unfog.data.buckets.joined_set import Rows
 from unfog.data.buckets.stream import BucketStream
@@ -225,7 +225,7 @@ class _Parts(NamedTuple):
     """The noise levels that follow losses, if any do."""
 
 
-_PARTS: dict[type[Task], _Parts] = {
+_PARTS: dict[type[RunTask], _Parts] = {
     DiffusionTask: _Parts(
         _build_diffusion_network,
         _build_diffusion_loss,
@@ -313,7 +313,7 @@ def open_stream(dataset: Dataset, config: Config) -> ImageStream | BucketStream:
         images = without_made(images)
     if not dataset.buckets:
         return ImageStream(images, seed)
-    return BucketStream([bucket.train for bucket in dataset.buckets], config.training.batch, seed)
+    return BucketStream([without_made(bucket.train) for bucket in dataset.buckets], config.training.batch, seed)
 
 
 def open_task_stream(stream: ImageStream | BucketStream, device: torch.device) -> Stream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -16,6 +17,7 @@ from PIL import Image
 
 from unfog.config.schema import Config
 from unfog.data.bit_depth import DeepImage, Ranges
+from unfog.data.buckets.sizes import nearest_bucket
 from unfog.data.columns.second_source import numbers_of_labels, read_mask, transparent_pixels
 from unfog.data.decode import decode, parse_colour, upright_sides
 from unfog.data.prepare import silence_pillow
@@ -27,7 +29,7 @@ from unfog.settings import is_auto
 from unfog.text import sanitize
 from unfog.values.condition_kinds import ColumnFacts
 from unfog.values.condition_requests import MOST_CELLS, ConditionGrid
-from unfog.values.image_format import CHANNELS, STORED, ImageFormat, StoredValues, size_of, to_pillow
+from unfog.values.image_format import CHANNELS, STORED, ImageFormat, Size, StoredValues, size_of, to_pillow
 from unfog.values.kinds.image_kinds import IMAGE_KINDS, Picture, has_bytes, image_columns, picture_text
 from unfog.values.kinds.made_conditions import enlarged, made_of
 
@@ -59,6 +61,27 @@ def read_pictures(config: Config, given: Any, most: int) -> Mapping[str, object]
         if facts.name in given:
             changed[facts.name] = [_picture(config, facts, one) for one in _each(facts, given[facts.name], most)]
     return changed
+
+
+def sizes_of_pictures(config: Config, given: Mapping[str, object], most: int) -> list[Size]:
+    """Return the size of the bucket whose shape is nearest to each picture, at most `most`; [] without pictures.
+
+    They are those of the first condition that has some, in a run with buckets. Samples cycle through them. A picture
+    without a shape of its own, as it is not told, gets the size of the run. RequestError as `read_pictures`.
+    """
+    sizes = [bucket.size for bucket in config.size_buckets]
+    facts = next((one for one in image_columns(config.columns) if one.name in given), None)
+    if facts is None or not sizes:
+        return []
+    found = []
+    for one in _each(facts, given[facts.name], most):
+        if isinstance(one, Picture):
+            found.append(config.data.size)
+            continue
+        with _usable(facts, one):
+            sides = np.array([_sides(one.read)], np.int32)
+        found.append(sizes[int(nearest_bucket(sizes, sides)[0])])
+    return found
 
 
 def read_grid(config: Config, grid: ConditionGrid) -> ConditionGrid:
@@ -96,8 +119,7 @@ def _parts(name: str, value: object, hidden: Picture, channels: int) -> Iterator
 
 def _of_array(name: str, value: Any, channels: int) -> Iterator[_Given]:
     array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
-    array = array.astype(np.uint8) * 255 if array.dtype == bool else array
-    if array.dtype.kind not in "uif" or array.ndim not in (2, 3, 4) or not array.size:
+    if array.dtype.kind not in "buif" or array.ndim not in (2, 3, 4) or not array.size:
         raise RequestError(
             f"given {name!r} is {array.dtype} {list(array.shape)}; give a file, a folder, or an array [H, W], "
             "[H, W, C] or [n, H, W, C]"
@@ -141,9 +163,31 @@ def _picture(config: Config, facts: ColumnFacts, given: _Given | Picture) -> Pic
     """Return the condition that a picture becomes."""
     if isinstance(given, Picture):
         return given
+    with _usable(facts, given):
+        return picture_text(_READERS[facts.kind](config, facts, _with_white(facts, given)), given.name)
+
+
+def _with_white(facts: ColumnFacts, given: _Given) -> _Given:
+    """Return a picture whose booleans, if it has some, are black and white, and in a mask its two labels."""
+
+    def read() -> _Found:
+        found = given.read()
+        if not isinstance(found, np.ndarray) or found.dtype != bool:
+            return found
+        if facts.kind != "mask":
+            return found.astype(np.uint8) * np.uint8(255)
+        pair = [int(name) for name in facts.categories if not name.startswith("#")]
+        return np.where(found, *(reversed(pair) if len(pair) == 2 else (1, 0)))
+
+    return given._replace(read=read)
+
+
+@contextmanager
+def _usable(facts: ColumnFacts, given: _Given) -> Iterator[None]:
+    """Raise RequestError, with the name of the picture, for errors of what reads it."""
     try:
         with silence_pillow():
-            return picture_text(_READERS[facts.kind](config, facts, given), given.name)
+            yield
     except (ImageError, ValueError, OSError) as error:
         raise RequestError(f"{facts.name} = {sanitize(given.name)[:60]} cannot be used: {error}") from None
 
@@ -216,6 +260,7 @@ def _degraded(config: Config, facts: ColumnFacts, given: _Given) -> NDArray[np.f
 
 def _sides(read: Callable[[], _Found]) -> tuple[int, int]:
     found = read()
+    found = found.values if isinstance(found, DeepImage) else found
     return (found.shape[1], found.shape[0]) if isinstance(found, np.ndarray) else upright_sides(found)
 
 

@@ -18,6 +18,7 @@ from unfog.config.toml import to_toml
 from unfog.data.buckets.prepare import BucketChoice, prepare_buckets
 from unfog.data.columns.captions import has_caption_files
 from unfog.data.columns.conditions import resolved_condition
+from unfog.data.columns.image_setting import split_images
 from unfog.data.columns.made import add_made
 from unfog.data.dataset import Dataset
 from unfog.data.full_depth.choice import kept_line
@@ -202,8 +203,11 @@ def check_image_conditions(data: Data, columns: Sequence[ColumnFacts]) -> None:
 def _bucket_choice(config: Config) -> BucketChoice:
     """Return the facts that decide the buckets: those of the run, or the sizes that the network takes and the batch."""
     network, known = config.network, tuple(bucket.size for bucket in config.size_buckets)
+    factor = split_images(config.data.condition)[0].made.get("degrade", 1)
 
     def fits(height: int, width: int) -> bool:
+        if height % factor or width % factor:
+            return False
         with suppress(RequestError):
             if network is not None:
                 network.check((height, width))

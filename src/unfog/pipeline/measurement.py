@@ -105,8 +105,8 @@ def _check_measurable(config: Config) -> None:
         )
     if config.data.unknown_mask:
         raise RequestError(
-            "pixels are unknown in all images of this run, and a measurement would take values there that nothing is "
-            "known of; measure takes runs whose samples are complete"
+            "pixels are unknown in all images of this run, and a measurement would use their values; measure takes "
+            "runs whose samples are complete"
         )
 
 
@@ -229,7 +229,9 @@ def _try(observation: Observation, shape: tuple[int, int, int], device: torch.de
                 "torch, without numpy, detach, item, rounding or comparisons"
             )
         if not bool(gradient.isfinite().all()):
-            raise RequestError("the gradient of measure is NaN or infinite for an image; such as that of sqrt at 0")
+            raise RequestError(
+                "the gradient of measure is NaN or infinite for an image, as that of sqrt is at 0; make it finite"
+            )
         first, second, both, none = (observation.measure(x).detach() for x in (a, b, a + b, torch.zeros_like(a)))
     difference = (first + second - both - none).abs().max()
     return bool(difference <= _LINEAR * (first - none).abs().max())

@@ -12,6 +12,7 @@ import torch
 
 from unfog.config.schema import Config
 from unfog.errors import RequestError
+from unfog.models.network_settings import NetworkSettings
 from unfog.planning.flops import Device
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.memory_recorder import CUDA_CONTEXT, CUDNN_WORKSPACE, ONEDNN_HALF
@@ -20,6 +21,7 @@ from unfog.reporting.progress import format_bytes, plural
 from unfog.settings import is_auto
 from unfog.text import manual
 from unfog.training.distributed.process_group import local_world_size, processes_per_gpu
+from unfog.values.condition_format import TEXT_HEAD, ConditionFormat
 
 # Share of the available memory that a prediction may take; predictions are within 15% of the measured peak.
 MARGIN = 0.85
@@ -162,13 +164,28 @@ def memory_upper_bound(config: Config, at_once: int) -> float:
     told = config.conditions
     weights, activations = config.network.size_bound(channels + told.input_channels, side, told.inputs)
     if told.text is not None:
-        weights, activations = math.inf, math.inf  # so that an estimate counts the encoder and the attention
+        more = _text_bound(config.network, told, side)
+        weights, activations = weights + more[0], activations + more[1]
     # 17 = weights, gradients, two averages, two moments and what the optimiser allocates for a moment, with gaps
     # between them; a checkpoint's snapshot of all that; and the gradient buckets of several processes.
     # 2 = every layer of a block keeps its input in fp32, twice; a captured step also while a preview is drawn.
     beside = bool(config.training.capture)
     workspace = max((1 + beside) * CUDNN_WORKSPACE, ONEDNN_HALF)
     return 4 * (17 * weights + (2 + beside) * at_once * activations) + workspace
+
+
+def _text_bound(network: NetworkSettings, told: ConditionFormat, side: float) -> tuple[float, float]:
+    """Return upper bounds of what a text adds: (weights, numbers kept of each image for the backward pass).
+
+    Infinite with a pretrained encoder, whose weights lie elsewhere, and while the width is open.
+    """
+    if told.text is None or told.text_model is not None or not told.text_width or not network.takes_text:
+        return math.inf, math.inf
+    vocabulary, length = map(int, told.text.statistics)
+    width, layers, tokens = told.text_width, told.text_layers, length + 1  # and the start
+    weights, activations = network.text_bound(side, width, tokens)
+    weights += width * (vocabulary + tokens + 4 * network.widest + 12 * layers * width)
+    return weights, activations + tokens * (8 * width + layers * (60 * width + 8 * (width // TEXT_HEAD + 1) * tokens))
 
 
 def _processes_per_device(device: torch.device) -> int:

@@ -93,6 +93,14 @@ class Heartbeat:
         late = time.monotonic() - wakes  # the caller may look before the thread of the heartbeat has woken up
         return before + (late if late > _OVERSLEPT else 0.0)
 
+    def begin(self) -> None:
+        """End the silence: the folder is a run from here on. Write the first heartbeat at once.
+
+        Without one, a run that is suspended now would pass for a killed one.
+        """
+        self.silent = False
+        self._beat()
+
     def save_started(self) -> None:
         """Clear the request: a checkpoint for it is being written. RUN/SAVE stays until `save_finished`."""
         with self._lock:

@@ -19,6 +19,7 @@ from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import format_duration
 from unfog.reporting.records import (
     ALIVE,
+    STATES,
     Row,
     drop_undone_events,
     finite_column,
@@ -37,6 +38,15 @@ _LARGEST_CONFIG = 2**20
 _MOST_ENTRIES = 100_000  # of a folder that is searched for runs
 _PACE_LINES = 20  # lines of metrics whose pace gives the time left
 _LONGEST = 60  # characters of a reason
+# Numbers of a run for Prometheus: field of `RunStatus.as_json`, name, and help.
+_GAUGES = (
+    ("step", "unfog_run_step", "Optimizer steps done"),
+    ("steps", "unfog_run_steps", "Optimizer steps in all"),
+    ("seconds_left", "unfog_run_seconds_left", "Seconds until the end, while it trains"),
+    ("best", "unfog_run_best", "Best value of the metric that chooses checkpoints"),
+    ("bytes", "unfog_run_disk_bytes", "Disk space of the run folder"),
+    ("age_seconds", "unfog_run_age_seconds", "Seconds since the run last wrote"),
+)
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,30 @@ class RunStatus:
             "age_seconds": _or_null(self.age),
             "broken_checkpoints": [str(path) for path in broken_checkpoints(self.path)],
         }
+
+
+def prometheus_text(runs: Sequence[RunStatus]) -> str:
+    """Return the runs as gauges in the text format of Prometheus, which node_exporter reads from a file.
+
+    What is not recorded is left out. Source: prometheus.io, "Exposition formats", version 0.0.4.
+    """
+    rows = [(run.as_json(), f'run="{_escaped(str(run.path))}"') for run in runs]
+    lines = []
+    for key, name, text in _GAUGES:
+        lines += [f"# HELP {name} {text}.", f"# TYPE {name} gauge"]
+        for row, named in rows:
+            if row[key] is not None:
+                more = f',metric="{_escaped(row["metric"])}"' if key == "best" else ""
+                lines.append(f"{name}{{{named}{more}}} {row[key]}")
+    lines += ["# HELP unfog_run_state 1 for the state of the run, else 0.", "# TYPE unfog_run_state gauge"]
+    for row, named in rows:
+        lines += [f'unfog_run_state{{{named},state="{state}"}} {int(row["state"] == state)}' for state in STATES]
+    return "\n".join(lines)
+
+
+def _escaped(text: str) -> str:
+    """Return a quoted value in the format of Prometheus: backslash, double quote and line feed are escaped."""
+    return text.encode("utf-8", "replace").decode().replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def find_runs(folder: Path) -> list[Path]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unfog.config.requests.find_lr import FindLrRequest
+from unfog.config.requests.plan import FindLrRequest
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
 from unfog.data.dataset import Dataset

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -16,7 +16,7 @@ from torch import Tensor
 from unfog.checks.run.loss_checks import LossImages, check_overfitting, loss_images, measure_losses
 from unfog.checks.run.run_record import RunRecord
 from unfog.config.schema import Config
-from unfog.config.task import AutoencoderTask, DiffusionTask, Task
+from unfog.config.task import AutoencoderTask, DiffusionTask, RunTask
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced, take_with_rows
 from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, LossAt, midpoints, summarize_losses
 from unfog.models.autoencoder import AutoencoderModel
@@ -74,8 +74,9 @@ class Previews:
         stop: StopSignals,
         world: World = SINGLE_PROCESS,
         shown: ConditionsOfImages | None = None,
+        of_buckets: Sequence[ConditionsOfImages | None] = (),
     ):
-        self._shown = shown
+        self._shown, self._of_buckets = shown, of_buckets
         self._given = config.conditions.usual if shown is None else shown.given
         self.config, self.state, self.held_out, self._stop, self._world = config, state, held_out, stop, world
         self._batch = config.training.batch  # images at once; shrinks where memory does not suffice
@@ -96,7 +97,11 @@ class Previews:
         """Return the previews of a run: those of its kind, with its held-out images."""
         held_out = build_held_out_set(dataset, config, state.precision.device)
         shown = conditions_of_images(config, dataset.held_out, dataset.train)
-        return cls.of(config)(config, state, held_out, stop, world, shown)
+        of_buckets = [
+            conditions_of_images(config.at_size(part.settings.size), part.held_out, part.train)
+            for part in dataset.buckets
+        ]
+        return cls.of(config)(config, state, held_out, stop, world, shown, of_buckets)
 
     def preview(self) -> Preview:
         """Return a grid of samples from the same noise each time.
@@ -108,17 +113,20 @@ class Previews:
         count, buckets = self.config.preview.images, self.config.size_buckets
         if not buckets:
             samples, names = self.samples(count, self._given), self.config.conditions.names(self._given, count)
-            return Preview(self._grid(samples), view_channels(self.config, samples, names))
-        shares = [(bucket, n) for bucket, n in zip(buckets, share_samples(buckets, count)) if n]
-        return Preview(stack([self._grid(self.samples(n, self._given, bucket.size)) for bucket, n in shares]))
+            return Preview(self._grid(self.config, samples, self._shown), view_channels(self.config, samples, names))
+        grids = []
+        of_buckets = self._of_buckets or [None] * len(buckets)
+        for bucket, n, shown in zip(buckets, share_samples(buckets, count), of_buckets):
+            if n:
+                samples = self.samples(n, self._given if shown is None else shown.given, bucket.size)
+                grids.append(self._grid(self.config.at_size(bucket.size), samples, shown))
+        return Preview(stack(grids))
 
-    def _grid(self, samples: Pixels) -> Pixels:
+    def _grid(self, config: Config, samples: Pixels, shown: ConditionsOfImages | None) -> Pixels:
         """Return one picture of samples [N, H, W, C], with their conditions."""
-        if self._shown is None:
-            return view_grid(self.config, samples, self.config.conditions.names(self._given, len(samples)))
-        # With buckets the images of all sizes are scaled to one, and so none is what a sample should look like.
-        truth = self._shown.images[:0] if self.config.size_buckets else self._shown.images
-        return conditions_sheet(self.config, self._given, samples, truth)
+        if shown is None:
+            return view_grid(config, samples, config.conditions.names(self._given, len(samples)))
+        return conditions_sheet(config, shown.given, samples, shown.images)
 
     def seconds_per_sample(self) -> float | None:
         """Return the time of one sample of a preview, measured on a few steps of the sampler.
@@ -337,4 +345,4 @@ class _AutoencoderPreviews(Previews):
         return self.with_ema_weights(len(x0), compute)
 
 
-_PREVIEWS: dict[type[Task], type[Previews]] = {DiffusionTask: Previews, AutoencoderTask: _AutoencoderPreviews}
+_PREVIEWS: dict[type[RunTask], type[Previews]] = {DiffusionTask: Previews, AutoencoderTask: _AutoencoderPreviews}

@@ -24,7 +24,7 @@ from unfog.training.settings import USUAL_BATCH
 # Modules that import torch are imported inside functions, so that a wrong request is refused at once.
 
 
-def train(request: TrainRequest, callbacks: Sequence[object] = ()) -> tuple[RunFolder, bool]:
+def start_run(request: TrainRequest, callbacks: Sequence[object] = ()) -> tuple[RunFolder, bool]:
     """Train a new run. Return its folder, and False if a signal stopped it; then it is saved.
 
     `callbacks` are objects with methods of `unfog.callbacks.Callback`.
@@ -36,13 +36,13 @@ def train(request: TrainRequest, callbacks: Sequence[object] = ()) -> tuple[RunF
     check_new_run(request)
     # Imported only now, as torch takes seconds.
     from unfog.runs.resume import resume
-    from unfog.runs.train import train as start
+    from unfog.runs.train import train_run
 
     # torchrun starts all processes again after a failure: then the run exists already.
     earlier = RunFolder.find_earlier_attempt(request.settings.source, request.out)
     if earlier is not None:
         return resume(earlier, callbacks=callbacks)
-    return start(request.settings, request.out, callbacks)
+    return train_run(request.settings, request.out, callbacks)
 
 
 def base_settings(recipe: Config, file: Path | None, changes: Mapping[str, Any]) -> Config:
@@ -87,20 +87,20 @@ def check_new_run(request: TrainRequest) -> None:
         check_out(request.out or next_folder(source), source)
 
 
-def train_autoencoder(request: TrainAutoencoderRequest, callbacks: Sequence[object] = ()) -> tuple[RunFolder, bool]:
-    """Train an autoencoder. Returns and raises as `train`."""
+def start_autoencoder(request: TrainAutoencoderRequest, callbacks: Sequence[object] = ()) -> tuple[RunFolder, bool]:
+    """Train an autoencoder. Returns and raises as `start_run`."""
     weights = {"kl": request.kl, "pyramid": request.pyramid}
     config = request.settings.config(request.source)
     config = add_autoencoder(config, request.factor, request.channels, request.width, **weights)
     check_autoencoder(config)
     out = request.out or next_folder(config.source.rstrip("/") + request.suffix)
     check_out(out, config.source, "the folder of an autoencoder")
-    from unfog.runs.train import train as start
+    from unfog.runs.train import train_run
 
-    return start(config, out, callbacks)
+    return train_run(config, out, callbacks)
 
 
-def resume(request: ResumeRequest, callbacks: Sequence[object] = ()) -> tuple[RunFolder, bool]:
+def resume_run(request: ResumeRequest, callbacks: Sequence[object] = ()) -> tuple[RunFolder, bool]:
     """Continue a run. Return its folder, and False if a signal stopped it; then it is saved.
 
     Raises:
@@ -109,9 +109,9 @@ def resume(request: ResumeRequest, callbacks: Sequence[object] = ()) -> tuple[Ru
     """
     folder = RunFolder(request.run)
     check_changes(folder.read_config(), request.settings, request.force)  # before torch is imported
-    from unfog.runs.resume import resume as continue_run
+    from unfog.runs.resume import resume
 
-    return continue_run(folder, request.settings, request.force, callbacks)
+    return resume(folder, request.settings, request.force, callbacks)
 
 
 def add_autoencoder(

@@ -68,15 +68,14 @@ from unfog.training.checkpoints.writer import CheckpointWriter, ShardStatusStore
 from unfog.training.distributed.coordination import CoordinatedHooks
 from unfog.training.distributed.world import World, init_world
 from unfog.training.hooks import Task, TrainingHooks
-from unfog.training.loop import LoopSettings
-from unfog.training.loop import train as advance
+from unfog.training.loop import LoopSettings, train
 from unfog.training.optimizers import check_resumable
 from unfog.training.settings import Custom
 from unfog.training.state import TrainState
 
 
 @caller_flags_kept()
-def train(config: Config, out: Path | None = None, callbacks: Sequence[object] = ()) -> tuple[RunFolder, bool]:
+def train_run(config: Config, out: Path | None = None, callbacks: Sequence[object] = ()) -> tuple[RunFolder, bool]:
     """Train a new run. Returns its folder, and False if a signal stopped training before its end.
 
     `callbacks` are objects with methods of `unfog.callbacks.Callback`.
@@ -182,7 +181,7 @@ def run_training_loop(
             suppress(Interrupted) if world.size == 1 else nullcontext(),
             compile_errors_explained("resume the run", hooks.stop_requested),
         ):
-            advance(settings, state, task, hooks, world)
+            train(settings, state, task, hooks, world)
         CoordinatedHooks(hooks, world).finish(state)
 
 
@@ -238,7 +237,8 @@ def _create_run(session: Session) -> None:
         write_atomic(folder.path / SOURCE_FILE, config.network.source_text().encode(), folder.path)
     folder.checkpoints.mkdir()
     broadcast_config(run.world, folder.checkpoints, config)  # last, as worker ranks look for the folders at once
-    run.heartbeat.silent, run.stop.saves = False, True
+    run.heartbeat.begin()
+    run.stop.saves = True
 
 
 def check_custom_parts(config: Config) -> None:

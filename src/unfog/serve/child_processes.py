@@ -32,7 +32,7 @@ _END_SECONDS = 5.0  # in which an ended child may clean up
 
 
 @dataclass
-class _Task:
+class ChildProcess:
     """A child process, running or ended."""
 
     id: int
@@ -93,28 +93,28 @@ class _Task:
             self.process.send_signal(signal.SIGTERM)
 
 
-class TaskList:
+class ChildProcesses:
     """The child processes of this server by number. Safe to use from several threads.
 
     `publish` is called with the summary of a task that has changed.
     """
 
     def __init__(self, publish: Callable[[dict[str, Any]], None]) -> None:
-        self._tasks: dict[int, _Task] = {}
+        self._tasks: dict[int, ChildProcess] = {}
         self._publish, self._lock = publish, threading.Lock()
         self._number = 0
 
-    def __getitem__(self, number: int) -> _Task:
+    def __getitem__(self, number: int) -> ChildProcess:
         """Return a task by its number. KeyError if it is unknown."""
         return self._tasks[number]
 
-    def list(self) -> list[_Task]:
+    def list(self) -> list[ChildProcess]:
         """Return all tasks of this server, the oldest first."""
         return list(self._tasks.values())
 
     def start(
         self, words: Sequence[str], outlives: bool, result: Path | None = None, subject: int | None = None
-    ) -> _Task:
+    ) -> ChildProcess:
         """Start `unfog` with these words. RequestError if too many children run already."""
         with self._lock:
             running = [task for task in self.list() if task.status is None]
@@ -137,7 +137,7 @@ class TaskList:
                 start_new_session=True,  # Ctrl-C in the server's terminal is not meant for it
             )
             self._number += 1
-            task = self._tasks[self._number] = _Task(
+            task = self._tasks[self._number] = ChildProcess(
                 self._number, tuple(words), outlives, process, output, result, subject
             )
             ended = [one.id for one in self.list() if one.status is not None]

@@ -74,8 +74,8 @@ def _serve(request: ServeRequest, sockets: list[socket.socket], address: Address
 
     def build() -> tuple[Server, App]:
         # Imported while the page itself is answered.
-        from unfog.serve.playground.routes import playground_routes
-        from unfog.serve.routes import build_app
+        from unfog.serve.playground.drawing_routes import playground_routes
+        from unfog.serve.run_routes import build_app
         from unfog.serve.server import Server
 
         server = Server(request.runs, request.source)

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse
 from unfog.errors import RequestError
 from unfog.process.console_log import LOG_FILE
 from unfog.reporting.records import json_values
-from unfog.serve.child_processes import TaskList
+from unfog.serve.child_processes import ChildProcesses
 from unfog.serve.run_files import PictureCache, stat_of
 from unfog.serve.runs import RunEntry, RunList
 
@@ -48,7 +48,7 @@ class Server:
         self.runs = RunList(folder)
         self.hub = Hub()
         self.hub.greet = self._greeting
-        self.tasks = TaskList(lambda task: self.hub.publish("task", task, f"task {task['id']}"))
+        self.tasks = ChildProcesses(lambda task: self.hub.publish("task", task, f"task {task['id']}"))
         self.pictures = PictureCache()
         self.on_close: list[Callable[[], None]] = [self.tasks.close]
         self._looked = -math.inf

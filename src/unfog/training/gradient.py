@@ -16,8 +16,9 @@ from unfog.diffusion.objective import Loss
 from unfog.errors import Interrupted
 from unfog.training.batches import BatchReader, MicroBatch, local_micro_batches, rng_batch_size
 from unfog.training.distributed.world import World
+from unfog.training.gradient_clipping import gradients
 from unfog.training.hooks import Task, TrainingHooks, augmented
-from unfog.training.precision import HalfWeights, gradients
+from unfog.training.precision import HalfWeights
 from unfog.training.settings import Training
 from unfog.training.sharded_tensors import total_norm
 from unfog.training.state import TrainState

@@ -1,4 +1,4 @@
-"""Precision of a step: autocast to bf16 or fp16, loss scaling, the clipped update, and 16-bit copies of weights."""
+"""Precision of a step: autocast to bf16 or fp16, loss scaling, the update, and 16-bit copies of weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from unfog.device.compilation import compiled_with, is_compiled
 from unfog.settings import AUTO
+from unfog.training.gradient_clipping import clip_gradients, gradients, scale_gradients
 from unfog.training.settings import MemoryFormat, PrecisionName, SamplingPrecision
-from unfog.training.sharded_tensors import to_local, total_norm
+from unfog.training.sharded_tensors import total_norm
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -67,8 +68,7 @@ class Precision:
 
     def update_unless(self, skip: Tensor, optimizer: torch.optim.Optimizer, factor: Tensor | None) -> None:
         """Step with the gradient times `factor`, unless `skip` is 1; both 0-d on the device."""
-        if factor is not None:
-            torch._foreach_mul_(gradients(optimizer), factor)
+        scale_gradients(optimizer, factor)
         # Where torch's own loss scaler puts it, and fused optimisers look.
         cast(Any, optimizer).found_inf = skip
         optimizer.step()
@@ -77,9 +77,7 @@ class Precision:
     def update(self, optimizer: torch.optim.Optimizer, clip: float, norm: float, accepted: bool) -> None:
         """Step with the gradient clipped to norm `clip` (0: not clipped), or only adapt the loss scale."""
         if accepted:
-            # As torch's `clip_grads_with_norm_`, which multiplies by 1 what is short enough, so as not to wait for it.
-            if 0 < clip < (length := norm + 1e-6):
-                torch._foreach_mul_(list(map(to_local, gradients(optimizer))), clip / length)
+            clip_gradients(optimizer, clip, norm)
             # Not by the scaler, which would wait for the device to learn that the gradient is finite.
             optimizer.step()
         self.scaler.update()
@@ -113,17 +111,6 @@ class Precision:
         return (
             f"torch {torch.__version__} on {self.device.type} ({kind}) with {torch.get_num_threads()} threads{others}"
         )
-
-
-def clip_factor(clip: float, norm: Tensor) -> Tensor | None:
-    """Return the factor that clips a gradient of norm `norm` to norm `clip`, 0-d on its device; None if `clip` is 0."""
-    # In float64, as `Precision.update` computes it.
-    return (clip / (norm.double() + 1e-6)).clamp(max=1).float() if clip > 0 else None
-
-
-def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the gradients of all parameters that have one."""
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def gpu_has_bf16(device: torch.device) -> bool:

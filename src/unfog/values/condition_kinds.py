@@ -1,6 +1,6 @@
 """Kinds of conditions: from a column to a tensor of `Conditions`, and from what people ask for to a value; no torch.
 
-A new kind is a class here and in `KINDS`, a field of `Conditions`, and a part of `models.condition_layers`.
+A new kind is a class here and in `KINDS`, a field of `Conditions`, and a part of `models.condition_embedding`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`Conditions`: inputs of a network for each image of a batch, besides the image and its noise level.
 
-A new kind of condition is a field here, a class in `condition_kinds`, and a part of `models.condition_layers`.
+A new kind of condition is a field here, a class in `condition_kinds`, and a part of `models.condition_embedding`.
 """
 
 from __future__ import annotations

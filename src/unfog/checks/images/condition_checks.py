@@ -23,7 +23,7 @@ from unfog.values.kinds.image_kinds import IMAGE_KINDS, MADE
 _FEW, _MODEST = 20, 50  # images below which a category cannot be learned, and below which it hardly can
 _UNKNOWN = 0.5  # share of the images without a value
 _GAP, _STEPS = 0.15, 5  # of the range of a number, and of its usual steps, that lie between two neighbours
-_ALIKE, _LEAST = 0.9, 20  # correlation of two columns that is said, and images that it takes
+_ALIKE, _LEAST = 0.9, 20  # correlation of two columns that is reported, and images that are needed for it
 _ROWS, _COLUMNS = 20_000, 40  # evenly spaced images, and first columns, that are compared
 _GROUPS, _GROUP = 10, 20  # different values at least, with so many images each at most: nearly names of images
 _SHARED = 0.5  # share of held-out images whose value is also that of a training image

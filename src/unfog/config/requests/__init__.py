@@ -1,6 +1,5 @@
 """One request dataclass for each command, in the module of its name. Field names are the flags.
 
 The strings under fields are the text of `--help`; indented lines of a class docstring are its examples. The commands
-that train share `train`, and those that show runs share `runs`. `SlurmRequest` is in `commands.slurm`, beside the batch
-file that it fills in.
+that train share `train`, those that look ahead at a run `plan`, and those that show runs `runs`.
 """

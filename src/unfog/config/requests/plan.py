@@ -1,8 +1,9 @@
-"""Request of `unfog plan`: images, settings and device to predict a run for."""
+"""Requests of `unfog plan` and `find-lr`: images and settings of a run that has not begun."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from unfog.config.requests.train import TrainingRequest
 from unfog.settings import setting
@@ -25,3 +26,18 @@ class PlanRequest(TrainingRequest):
     """Number of processes, as torchrun starts them, each with its own device. The figures are those of one process."""
     json: bool = False
     """Print JSON."""
+
+
+@dataclass(frozen=True)
+class FindLrRequest(TrainingRequest):
+    """Find a learning rate for SOURCE, network and batch by a short test on a throwaway copy. No run is changed.
+
+      unfog find-lr photos/ --size 64
+
+    Give the rate that it finds to `unfog train` as --lr.
+    """
+
+    out: Path | None = setting(None, metavar="PATH")
+    """New folder for the plot and lr-range.json. Default: find-lr/ and the name of SOURCE."""
+    seconds: float = 90.0
+    """Total time of the command in seconds, without the first reading of the images. A large network needs more."""

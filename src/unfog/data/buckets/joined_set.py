@@ -6,13 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import ComputedPixels, ImageSet, PixelArray, skipped_images, take_with_rows
+from unfog.values.columns import Column
 from unfog.values.image_format import ImageFormat
+from unfog.values.kinds.image_kinds import IMAGE_KINDS
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,57 @@ class BucketPixels(ComputedPixels):
         return found
 
 
+class BucketValues:
+    """A condition that is an image [N, C, H, W], of all images of several sets, scaled to one size as it is read.
+
+    Masks are scaled by the nearest pixel.
+    """
+
+    def __init__(self, columns: Sequence[Column], format: ImageFormat) -> None:
+        self._columns, self._sides = columns, format.shape[1:]
+        self._rows = Rows(tuple(len(one.values) for one in columns))
+        self.dtype = np.result_type(*(one.values.dtype for one in columns))
+        self.shape = (sum(self._rows.lengths), columns[0].values.shape[1], *self._sides)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return self[:].astype(dtype or self.dtype, copy=False)
+
+    def __getitem__(self, key: Any) -> NDArray[Any]:
+        """Return the values that an index of an array selects."""
+        if isinstance(key, tuple):
+            return self[key[0]][:, *key[1:]]
+        rows = np.asarray(np.arange(len(self))[key])
+        if not rows.ndim:
+            return self[rows[None]][0]
+        out = np.empty((len(rows), *self.shape[1:]), self.dtype)
+        for number, places, own in self._rows.split(rows):
+            column = self._columns[number]
+            out[places] = scale_values(np.asarray(column.values[own]), column.kind, self._sides)
+        return out
+
+
+def scale_values(values: NDArray[Any], kind: str, sides: tuple[int, ...]) -> NDArray[Any]:
+    """Scale values [B, C, H, W] of a condition that is an image of this kind to other sides (height, width)."""
+    if values.shape[2:] == sides:
+        return values
+    if not len(values):
+        return values.reshape(0, values.shape[1], *sides)
+    import torch
+    from torch.nn.functional import interpolate
+
+    floats = torch.from_numpy(values.astype(np.float32))
+    if IMAGE_KINDS[kind].smooth:
+        scaled = interpolate(floats, sides, mode="bilinear", antialias=True, align_corners=False)
+    else:
+        scaled = interpolate(floats, sides, mode="nearest-exact")
+    found = scaled.numpy()
+    result: NDArray[Any] = (found.round() if values.dtype.kind in "iu" else found).astype(values.dtype)
+    return result
+
+
 def scale(pixels: NDArray[np.uint8], format: ImageFormat) -> NDArray[np.uint8]:
     """Scale images [B, C, H, W] to the height and width of a format."""
     if pixels.shape[2:] == format.shape[1:]:
@@ -79,16 +133,20 @@ def scale(pixels: NDArray[np.uint8], format: ImageFormat) -> NDArray[np.uint8]:
     return result
 
 
+def join_columns(columns: Sequence[Column], format: ImageFormat) -> Column:
+    """Return a column of several sets as one. Conditions that are images are scaled to the sides of a format."""
+    if columns[0].kind in IMAGE_KINDS:
+        return replace(columns[0], values=BucketValues(columns, format))  # type: ignore[arg-type]
+    return replace(columns[0], values=np.concatenate([np.asarray(one.values) for one in columns]))
+
+
 def join_sets(parts: Sequence[ImageSet], format: ImageFormat, fingerprint: str) -> ImageSet:
     """Return the images of several sets with the same columns as one set, whose pixels are scaled to one format."""
     known = all(len(part.sides) == len(part) for part in parts)  # sides are unknown before images are decoded
     return ImageSet(
         BucketPixels([part.pixels for part in parts], format),
         [name for part in parts for name in part.names],
-        {
-            name: replace(column, values=np.concatenate([np.asarray(part.columns[name].values) for part in parts]))
-            for name, column in parts[0].columns.items()
-        },
+        {name: join_columns([part.columns[name] for part in parts], format) for name in parts[0].columns},
         fingerprint,
         np.concatenate([part.sides for part in parts]) if known else parts[0].sides[:0],
         np.concatenate([part.grey for part in parts]) if known else parts[0].grey[:0],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from unfog.data.bit_depth import Ranges
 from unfog.data.buckets.joined_set import join_sets
 from unfog.data.buckets.sizes import BucketPlan, Fits, least_images, possible_sizes
 from unfog.data.cache import sides_of_images
+from unfog.data.columns.second_source import unify_columns
 from unfog.data.data_report import DataReport
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.decode_pool import Progress
@@ -79,7 +80,7 @@ def prepare_buckets(
     for line in plan.lines(scan.size, sides[readable]):
         say(line)
     plan = plan.with_unreadable(readable)
-    # Without conditions, as the scan has read their columns.
+    # Without conditions, as the scan has read their columns, and paired images with those of other sources.
     own = replace(scan.settings, size=scan.size, aspect="crop", cache=where, condition="")
     if scan.channels_certain:
         own = replace(own, channels=scan.channels)
@@ -167,17 +168,25 @@ class _Preparation:
                     f"no image of {sanitize(source.name)} is for the bucket {size} of this run; restore the images, or "
                     "start a new run"
                 )
-            bucket, to_draw = BucketSource(source, rows, scan.columns, held, scan.ranges), self.to_draw * len(rows) // n
+            bucket, to_draw = BucketSource(scan, rows, held), self.to_draw * len(rows) // n
             try:
                 parts.append(prepare(bucket, replace(settings, size=size), self.progress, to_draw, self.known))
             except NoUsableImageError as error:
                 raise _UnusableBucketError(size, error) from error
         found = {name for part in parts for name in part.train.classes}
         classes = tuple(name for name in scan.classes if name in found)
-        return [
+        parts = [
             replace(part, train=_with_classes(part.train, classes), held_out=_with_classes(part.held_out, classes))
             for part in parts
         ]
+        for one in scan.second:
+            trains, held_outs = ([getattr(part, name) for part in parts] for name in ("train", "held_out"))
+            unified = unify_columns([images.columns[one.name] for images in (*trains, *held_outs)])
+            parts = [
+                replace(part, train=_with_column(part.train, mine), held_out=_with_column(part.held_out, theirs))
+                for part, mine, theirs in zip(parts, unified, unified[len(parts) :])
+            ]
+        return parts
 
 
 def _with_classes(images: ImageSet, classes: tuple[str, ...]) -> ImageSet:
@@ -189,6 +198,13 @@ def _with_classes(images: ImageSet, classes: tuple[str, ...]) -> ImageSet:
     return replace(
         images, columns={**images.columns, **of_labels(labels, classes)}, known_fingerprint=images.fingerprint
     )
+
+
+def _with_column(images: ImageSet, column: Column) -> ImageSet:
+    """Return a set with another form of one of its columns, which its fingerprint stands for already."""
+    if images.columns[column.name] is column:
+        return images
+    return replace(images, columns={**images.columns, column.name: column}, known_fingerprint=images.fingerprint)
 
 
 def _join(scan: Scan, parts: Sequence[Dataset]) -> Dataset:
@@ -249,27 +265,20 @@ def _join_reports(scan: Scan, parts: Sequence[Dataset], settings: Data) -> DataR
 
 
 class BucketSource(SomeImages):
-    """Some of the images of a source, with columns and held-out images that were decided on all of them.
+    """Some of the images of a source, with columns, pairs and held-out images that were decided on all of them.
 
     Args:
-        source: with all images.
+        scan: of the source, with all images.
         rows: indices of the images in the source, increasing.
-        columns: of all images of the source.
         held_out: names of all held-out images.
-        ranges: of values, for all images of the source.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        rows: NDArray[np.int64],
-        columns: Mapping[str, Column],
-        held_out: frozenset[str],
-        ranges: Ranges,
-    ) -> None:
-        super().__init__(source, rows, columns)
+    ranges: Ranges
+
+    def __init__(self, scan: Scan, rows: NDArray[np.int64], held_out: frozenset[str]) -> None:
+        super().__init__(scan.source, rows, scan.columns)
         self.held_out = held_out.intersection(self.names)
-        self.ranges = ranges
+        self.ranges, self.second = scan.ranges, tuple(one.rows(rows) for one in scan.second)
 
     def stamp(self) -> tuple[str, int]:
         digest, size = self._source.stamp()

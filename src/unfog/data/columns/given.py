@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from unfog.data.settings import parse_condition
+from unfog.data.sources.image_objects import as_array, is_array
 from unfog.data.sources.label_tables import FILE_COLUMNS
 from unfog.data.sources.stored_images import plain_value, plain_values
 from unfog.errors import RequestError
@@ -27,6 +32,41 @@ def columns_by_name(conditions: Any) -> dict[str, Any]:
     return dict(conditions)
 
 
+def store_images(columns: Mapping[str, Any], named: str) -> tuple[dict[str, Any], str]:
+    """Write conditions that are images, [N, H, W] or [N, H, W, C], as arrays into the cache.
+
+    `named` is `data.condition` as it was given; "" for all columns. Returns the other columns, and `data.condition`
+    that names them and the arrays. Booleans are masks of 0 and 1. RequestError if the cache cannot be written.
+    """
+    others, words = dict(columns), named.split(",") if named else [*columns]
+    for name, values in columns.items():
+        array = as_array(values) if is_array(values) else None
+        if array is None or array.ndim not in (3, 4) or array.dtype.kind not in "buif":
+            continue
+        boolean = array.dtype == np.bool_
+        own = next((word for word in words if word.partition(":")[0].strip() == name), name)
+        kind = own.partition(":")[2] or "mask" * boolean
+        content = io.BytesIO()
+        np.save(content, array.astype(np.uint8) if boolean else array, allow_pickle=False)
+        path = _stored(content.getvalue(), "condition", "npy")
+        words = [*(word for word in words if word != own), f"{name}={path}" + f":{kind}" * bool(kind)]
+        del others[name]
+    return others, ",".join(words)
+
+
+def _stored(content: bytes, what: str, suffix: str) -> Path:
+    """Write a file of the cache that is named by its content, and return it. RequestError if it cannot be written."""
+    folder = cache_folder()
+    path = folder / f"{what}-{hashlib.sha256(content).hexdigest()[:32]}.{suffix}"
+    hold(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, content, folder, shared=True)
+    except OSError as error:
+        raise RequestError(f"{folder} cannot be written ({error.strerror}); set UNFOG_CACHE to another") from None
+    return path
+
+
 def store_table(columns: Mapping[str, Any], named: str) -> str:
     """Write conditions of files as a table into the cache, and return `data.condition` that names it.
 
@@ -44,15 +84,7 @@ def store_table(columns: Mapping[str, Any], named: str) -> str:
     if not (others := list(dict.fromkeys(name for row in rows.values() for name in row))):
         raise RequestError("conditions have no value; give at least one for each file, or leave them out")
     content = "".join(json.dumps({"file_name": file, **row}) + "\n" for file, row in rows.items()).encode()
-    folder = cache_folder()
-    path = folder / f"table-{hashlib.sha256(content).hexdigest()[:32]}.jsonl"
-    hold(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, content, folder, shared=True)
-    except OSError as error:
-        raise RequestError(f"{folder} cannot be written ({error.strerror}); set UNFOG_CACHE to another") from None
-    return f"{path}:{named or ','.join(others)}"
+    return f"{_stored(content, 'table', 'jsonl')}:{named or ','.join(others)}"
 
 
 def _rows_by_file(columns: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

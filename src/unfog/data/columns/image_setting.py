@@ -82,14 +82,9 @@ def _source_and_kind(name: str, text: str) -> tuple[str, str]:
 def check_conditions_of_images(condition: str, settings: dict[str, object]) -> None:
     """Raise RequestError if the images in `data.condition` do not suit other settings of the data.
 
-    `settings` has `aspect`, `unknown` and `channels`; 0 channels are not known yet.
+    `settings` has `unknown` and `channels`; 0 channels are not known yet.
     """
     images, _ = split_images(condition)
-    if images.names and settings["aspect"] == "keep":
-        raise RequestError(
-            f"condition = {', '.join(images.names)} is an image of one size, and aspect = keep trains on several; omit "
-            "--aspect"
-        )
     if images.made and settings["unknown"] != "none":
         raise RequestError(
             f"condition = {', '.join(images.made)} is made of whole images, and data.unknown = {settings['unknown']} "

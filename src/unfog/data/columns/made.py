@@ -67,7 +67,27 @@ def add_made(dataset: Dataset) -> Dataset:
     made = split_images(dataset.settings.condition)[0].made
     if not made:
         return dataset
-    format = dataset.settings.image_format
+    for part in (dataset, *dataset.buckets):
+        _check_made(made, part.settings.image_format)
+    taken = without_class(dataset.train.columns)
+    if twice := next((name for name in made if name in taken), ""):
+        raise RequestError(f"condition = {twice} is made of the image, and a column has the same name; rename that")
+
+    def added(images: ImageSet, format: ImageFormat) -> ImageSet:
+        values = {name: MadeValues(images, format, name, factor or 1) for name, factor in made.items()}
+        new: Mapping[str, Column] = {name: Column(name, name, each) for name, each in values.items()}  # type: ignore[arg-type]
+        # The images' own fingerprint, as the settings say what is made of them.
+        return replace(images, columns=in_order({**images.columns, **new}))
+
+    def with_added(part: Dataset) -> Dataset:
+        format = part.settings.image_format
+        return replace(part, train=added(part.train, format), held_out=added(part.held_out, format))
+
+    return replace(with_added(dataset), buckets=tuple(map(with_added, dataset.buckets)))
+
+
+def _check_made(made: Mapping[str, int], format: ImageFormat) -> None:
+    """Raise RequestError if images of a format have no such conditions."""
     if "grey" in made and not in_colour(format.channels):
         raise RequestError(f"condition = grey is the brightness of images in colour, and these are {format}; omit it")
     factor = made.get("degrade", 1)
@@ -76,17 +96,6 @@ def add_made(dataset: Dataset) -> Dataset:
             f"condition = degrade:factor={factor} needs sides that are multiples of {factor}, and two pixels a side "
             f"at least, and the images are {format.sides}; give another factor or --size"
         )
-    taken = without_class(dataset.train.columns)
-    if twice := next((name for name in made if name in taken), ""):
-        raise RequestError(f"condition = {twice} is made of the image, and a column has the same name; rename that")
-
-    def added(images: ImageSet) -> ImageSet:
-        values = {name: MadeValues(images, format, name, factor) for name, factor in made.items()}
-        new: Mapping[str, Column] = {name: Column(name, name, each) for name, each in values.items()}  # type: ignore[arg-type]
-        # The images' own fingerprint, as the settings say what is made of them.
-        return replace(images, columns=in_order({**images.columns, **new}))
-
-    return replace(dataset, train=added(dataset.train), held_out=added(dataset.held_out))
 
 
 def without_made(images: ImageSet) -> ImageSet:

@@ -8,7 +8,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -59,6 +59,12 @@ class SecondSource:
     source: Source
     partner: NDArray[np.int64]
     """[N], index in `source` for each image; -1 without one."""
+    whole: bool = True
+    """False for some of the images of a set, whose masks alone may have one value."""
+
+    def rows(self, index: NDArray[np.int64]) -> SecondSource:
+        """Return the second source for some of the images."""
+        return replace(self, partner=self.partner[index], whole=False)
 
 
 def pair_sources(source: Source, condition: str, warn: Callable[[str], None]) -> tuple[SecondSource, ...]:
@@ -66,6 +72,8 @@ def pair_sources(source: Source, condition: str, warn: Callable[[str], None]) ->
 
     RequestError if one cannot be opened, most images have no partner, or sides have other proportions.
     """
+    if source.second is not None:
+        return source.second
     wanted = split_images(condition)[0].second
     return tuple(_pair(source, name, text, kind, warn) for name, (text, kind) in wanted.items())
 
@@ -88,7 +96,14 @@ def _pair(source: Source, name: str, text: str, kind: str, warn: Callable[[str],
         first = source.names[int(np.flatnonzero(partner < 0)[0])]
         warn(f"{said} has no image for {missing:,} of {len(partner):,}, such as {sanitize(first)}: unknown for them")
     _check_proportions(source, second, partner, said)
-    return SecondSource(name, kind or _find_kind(second, partner), second, partner)
+    if not kind:
+        kind, values = _find_kind(second, partner)
+        if kind == "image" and values == 1:
+            warn(
+                f"{said}: those that were looked at have one value, and so are taken as pictures; if they are masks, "
+                f"give {name}=SOURCE:mask"
+            )
+    return SecondSource(name, kind, second, partner)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -152,8 +167,11 @@ def _alike(one: tuple[int, int], other: tuple[int, int]) -> bool:
     return abs(down * width / across - height) <= 1 or abs(across * height / down - width) <= 1
 
 
-def _find_kind(second: Source, partner: NDArray[np.int64]) -> str:
-    """Return "mask" if a sample has few values, all of them whole numbers or colours of a palette, else "image"."""
+def _find_kind(second: Source, partner: NDArray[np.int64]) -> tuple[str, int]:
+    """Return the kind, and how many values a sample has, as far as they were counted.
+
+    It is "mask" if these are few, and all of them whole numbers or colours of a palette, else "image".
+    """
     found = set[int]()
     paired = partner[partner >= 0]
     for i in paired[list(spread(len(paired), _SAMPLED))].tolist():
@@ -162,8 +180,8 @@ def _find_kind(second: Source, partner: NDArray[np.int64]) -> str:
         except (ImageError, ValueError):
             continue
         if len(found) > _FEW_VALUES:
-            return "image"
-    return "mask" if len(found) > 1 else "image"
+            break
+    return "mask" if 1 < len(found) <= _FEW_VALUES else "image", len(found)
 
 
 def combined_stamp(source: Source, seconds: Sequence[SecondSource]) -> tuple[str, int]:
@@ -257,19 +275,13 @@ def _mask_column(one: SecondSource, size: Size, warn: Callable[[str], None], pro
             known = [numbers.setdefault(value, len(numbers)) for value in found_here.tolist()]
             in_colour.add(coloured)
             if len(numbers) > MOST_MASK_VALUES:
-                raise RequestError(
-                    f"condition {one.name}: the masks have more than {MOST_MASK_VALUES} values; a mask has one a "
-                    "category, which a JPEG does not keep; save them as PNG, or give "
-                    f"{one.name}=SOURCE:image if they are pictures"
-                )
+                _check_values(one.name, len(numbers))
             values[row, 0] = np.array(known, np.int8)[inverse.reshape(plane.shape)]
     _check_used(one, reasons, len(rows) - reasons.total(), len(rows), warn)
     if len(in_colour) > 1:
-        raise RequestError(
-            f"condition {one.name}: some masks are in colour, and others are not; save all of them alike"
-        )
-    if len(numbers) < 2:
-        raise RequestError(f"condition {one.name}: all masks have one value, and so say nothing; leave it out")
+        raise _in_colour_and_not(one.name)
+    if one.whole:
+        _check_values(one.name, len(numbers))
     ordered = sorted(numbers)
     place = np.zeros(len(numbers) + 1, np.int8)
     place[-1] = -1
@@ -277,6 +289,51 @@ def _mask_column(one: SecondSource, size: Size, warn: Callable[[str], None], pro
         place[numbers[value]] = new
     names = tuple(_mask_category(value, True in in_colour) for value in ordered)
     return Column(one.name, "mask", place[values], names)
+
+
+def _in_colour_and_not(name: str) -> RequestError:
+    return RequestError(f"condition {name}: some masks are in colour, and others are not; save all of them alike")
+
+
+def _check_values(name: str, count: int) -> None:
+    """Raise RequestError unless masks have a possible number of values."""
+    if count < 2:
+        raise RequestError(f"condition {name}: all masks have one value, and so say nothing; leave it out")
+    if count > MOST_MASK_VALUES:
+        raise RequestError(
+            f"condition {name}: the masks have more than {MOST_MASK_VALUES} values; a mask has one a category, which a "
+            f"JPEG does not keep; save them as PNG, or give {name}=SOURCE:image if they are pictures"
+        )
+
+
+def unify_columns(columns: Sequence[Column]) -> list[Column]:
+    """Return a column of several parts of a set, which were decoded one by one, with what all must share.
+
+    Masks get the same labels, and pictures the same channels. Other columns are unchanged. RequestError if the masks
+    of all parts are no masks together.
+    """
+    if columns[0].kind == "mask":
+        return _with_shared_labels(columns)
+    if columns[0].kind == "image":
+        most = max(one.values.shape[1] for one in columns)
+        return [
+            one if one.values.shape[1] == most else replace(one, values=np.repeat(one.values, most, 1))
+            for one in columns
+        ]
+    return list(columns)
+
+
+def _with_shared_labels(columns: Sequence[Column]) -> list[Column]:
+    name, found = columns[0].name, {label for one in columns for label in one.categories}
+    if len({label.startswith("#") for label in found}) > 1:
+        raise _in_colour_and_not(name)
+    _check_values(name, len(found))
+    labels = tuple(sorted(found, key=lambda label: int(label[1:], 16) if label.startswith("#") else int(label)))
+    unified = []
+    for one in columns:
+        place = np.array([*map(labels.index, one.categories), -1], np.int8)  # the last is what is not known
+        unified.append(replace(one, values=place[one.values], categories=labels))
+    return unified
 
 
 def _read_masks(

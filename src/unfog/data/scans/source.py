@@ -9,7 +9,7 @@ import warnings
 from abc import abstractmethod
 from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
@@ -130,20 +130,24 @@ class ScanSource(Source):
         self.unreadable = sorted(unreadable)
         if not self._files:
             raise self._no_images_error()
+        self._number_images(counts)
+        self._types, self.found = types, self._describe()
+        self.reading_warnings = [f"{sanitize(self.name)}: {note}" for note, _ in notes.most_common(5)]
+        if self.mixes_scales and (line := describe_depths(self.name, depths)):
+            self.reading_warnings.append(line)
+
+    def _number_images(self, counts: Sequence[int]) -> None:
+        """Number the images of all files in their order; `counts` are those of each file."""
         packed = any(_suffix(name).endswith(_PACKED) for name in self._files)
         self._most_open = _MOST_OPEN_PACKED if packed else _MOST_OPEN
         self._starts = [0, *accumulate(counts)]
         self.names = LazyNames(self._image_name, range(self._starts[-1]))
-        self._types, self.found = types, self._describe()
         channels = Counter[int]()
         for (_, shape, _), count in zip(self._headers, counts):
             channels[shape[2]] += count
         usual = channels.most_common(1)[0][0]
         self.usual_image = next(start for (_, shape, _), start in zip(self._headers, self._starts) if shape[2] == usual)
         self.groups = self._files, np.repeat(np.arange(len(counts), dtype=np.int64), counts)
-        self.reading_warnings = [f"{sanitize(self.name)}: {note}" for note, _ in notes.most_common(5)]
-        if self.mixes_scales and (line := describe_depths(self.name, depths)):
-            self.reading_warnings.append(line)
 
     def _no_images_error(self) -> RequestError:
         reasons = Counter(reason for _, reason in self.unreadable)

@@ -29,7 +29,7 @@ class SampleFormat(NamedTuple):
 def sample_format(source: str, slices: str = AXIAL) -> SampleFormat | None:
     """Return the format of the samples of a run on this source; None for .npy. `slices` is `data.slices`.
 
-    None too if the package of the format is missing.
+    Also None if the package of the format is missing.
     """
     prefix, _, place = source.partition(":")
     match prefix:

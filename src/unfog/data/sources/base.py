@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,9 @@ from unfog.files.safe_files import read_file
 from unfog.text import sanitize
 from unfog.values.arrays.slices import AXIAL
 from unfog.values.columns import Column, rows_of
+
+if TYPE_CHECKING:
+    from unfog.data.columns.second_source import SecondSource
 
 NIFTI_SUFFIXES = (".nii", ".nii.gz")
 DICOM_SUFFIXES = (".dcm", ".dicom", ".ima")
@@ -246,6 +249,9 @@ class Source(ABC):
 
     held_out: frozenset[str] | None = None
     """Names of the images of an official held-out split; None to split by a hash of the names."""
+
+    second: tuple[SecondSource, ...] | None = None
+    """Second sources that are paired with the images already; None if those of the settings are to be paired."""
 
     ranges: Ranges | None = None
     """Ranges of values that were decided on more images than these; None to decide them on a sample of these."""

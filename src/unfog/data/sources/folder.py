@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from PIL import Image
@@ -42,6 +43,7 @@ _OWN_NAMES = re.compile(
     r"(\d{6}(-[\w-]*)?|\d{8}|grid|strip|samples|contact-sheet|drawn)(-\d+)?\.png|.*\.(gif|webp)", re.I
 )
 _PROBES = 16  # files of a folder that are read before all candidates are
+_MAX_LOOKED_AT = 200  # entries of a folder in which images are looked for
 
 Head = Callable[[str, int], bytes]
 """Function of (name, n) that returns the first n bytes of a file, or all of them; b"" if it cannot be read."""
@@ -227,6 +229,17 @@ def list_only(folder: str, suffix: str) -> list[str]:
             if ending == suffix:
                 found.append(entry.name)
     return sorted(found)
+
+
+def first_image_folder() -> str:
+    """Return the name of the first folder in the current one that has images; "" without such a folder."""
+    # A limit, as the current folder may be a home folder with any number of entries.
+    for folder in sorted(path for path in islice(Path().iterdir(), _MAX_LOOKED_AT) if path.is_dir()):
+        if not folder.name.startswith(".") and folder.name not in ("runs", "doctor"):
+            files = (file for _, _, names in islice(os.walk(folder), 3) for file in islice(names, _MAX_LOOKED_AT))
+            if any(Path(file).suffix.lower() in SUFFIXES for file in files):
+                return folder.name
+    return ""
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -20,7 +20,7 @@ from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.export.diffusers_unet import Network, unet2d_settings
 from unfog.export.foreign_weights import SUFFIXES, DiffusersFolder, ForeignModel, from_dit, read_model
-from unfog.models.condition_layers import column_inputs
+from unfog.models.condition_embedding import column_inputs
 from unfog.models.layers import ConditionalNetwork
 from unfog.pipeline.build import build_network, limited_parameters
 from unfog.planning.intervals import Choice

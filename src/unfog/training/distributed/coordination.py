@@ -17,9 +17,9 @@ from unfog.errors import Interrupted
 from unfog.training.checkpoints.load import roll_back
 from unfog.training.distributed.world import World
 from unfog.training.gradient import Gradient
+from unfog.training.gradient_clipping import clip_factor
 from unfog.training.hooks import TrainingHooks
 from unfog.training.length import LengthPlan
-from unfog.training.precision import clip_factor
 from unfog.training.settings import Training
 from unfog.training.stability.nan_debug import NanReport
 from unfog.training.state import TrainState

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from unfog.errors import RequestError
@@ -213,6 +214,16 @@ def has_bytes(facts: ColumnFacts) -> bool:
 def image_columns(columns: Sequence[ColumnFacts]) -> list[ColumnFacts]:
     """Return those of the columns that are images, in their order, which is that of `Conditions.image`."""
     return [one for one in columns if one.kind in IMAGE_KINDS]
+
+
+def at_sides(columns: Sequence[ColumnFacts], height: int, width: int) -> tuple[ColumnFacts, ...]:
+    """Return the columns with conditions that are images of another height and width."""
+    return tuple(
+        replace(one, statistics=(one.statistics[0], float(height), float(width), *one.statistics[3:]))
+        if one.kind in IMAGE_KINDS
+        else one
+        for one in columns
+    )
 
 
 def image_spans(columns: Sequence[ColumnFacts]) -> list[tuple[ColumnFacts, slice]]:

@@ -1,0 +1,128 @@
+"""Batch file of a Slurm job that trains a run on several nodes, and requeues itself until the run is finished."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import islice, product
+from pathlib import Path
+
+from unfog.config.requests.slurm import SlurmRequest
+from unfog.custom.consent import TRUST, given_paths
+from unfog.process.child import hide_secrets
+from unfog.text import without_secrets
+
+_SAVE_SECONDS = 300  # before the limit, a run saves and ends; Slurm may be a minute early
+_RESTARTS = 3  # times that torchrun starts all processes anew within one job
+_MOST_BORDERS = 64  # of a word that are looked at
+
+_SCRIPT = """\
+#!/bin/bash
+# {request}
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes} --ntasks-per-node=1 {gpus}--cpus-per-task={cores}
+#SBATCH --time={time} --signal=B:USR1@{lead}
+#SBATCH --requeue --open-mode=append
+{options}
+cd {here} || exit 1
+run={run}
+{words}
+
+# {lead} s before the limit: save, end, and into the queue again. The file reaches the run where a signal does not.
+again=
+trap 'again=1; touch "$run/STOP"; kill -USR1 "$job"' USR1
+trap : TERM  # scancel, or a preemption after which Slurm itself puts the job into the queue: the tasks get it too
+
+export PYTHONSAFEPATH=1  # `python -m` would import modules of this folder in place of those that are installed
+export OMP_NUM_THREADS={threads}
+export SRUN_CPUS_PER_TASK={cores}  # as srun does not take it from sbatch
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+
+# On each node torchrun, which leaves USR1 to the processes that it starts: these save and end. Decoded images go to the
+# node's own disk, into a folder that no other user can name beforehand.
+task='trap "" USR1; trap : TERM
+export UNFOG_CACHE=$(mktemp -d "${{SLURM_TMPDIR:-${{TMPDIR:-/tmp}}}}/unfog-XXXXXXXX") || exit 1
+"$@"; status=$?; rm -rf "$UNFOG_CACHE"; exit "$status"'
+srun --kill-on-bad-exit=1 {container}bash -c "$task" unfog \\
+    {python} -m torch.distributed.run --nnodes {nodes} --nproc-per-node {processes} --max-restarts {restarts} \\
+    --rdzv-backend c10d --rdzv-endpoint "$head:$((10000 + SLURM_JOB_ID % 20000))" \\
+    --rdzv-id "$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}" -m unfog "${{words[@]}}" &
+job=$!
+until wait "$job"; status=$?; ! kill -0 "$job" 2>/dev/null; do :; done  # a trap ends `wait`, not the job
+if [ -n "$again" ]; then exec scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$status"
+"""
+
+_TRAIN_OR_RESUME = """\
+# A job that comes back goes on with its run.
+if [ -f "$run/config.toml" ]; then words=(resume "$run"); else words=({words}); fi"""
+
+
+def batch_script(request: SlurmRequest) -> str:
+    """Return the batch file: the job with its flags, without the secrets of the command, requeued until it ends."""
+    # Slurm keeps batch files, and may show them to others, as every node shows the words of its processes.
+    shown, secrets = hide_secrets(request.command)
+    command = shlex.join(shown)
+    words = _TRAIN_OR_RESUME.format(words=command) if request.command[0] == "train" else f"words=({command})"
+    needed = [f': "${{{name}:?export it before sbatch}}"\nexport {name}' for name in secrets]
+    # The job resumes without the flags that gave consent, perhaps in a container without the stored one.
+    paths = shlex.quote(",".join(given_paths()))
+    trusted = [f'export {TRUST}={paths}"${{{TRUST}:+,${TRUST}}}"'] if given_paths() else []
+    processes = max(1, request.gpus_per_node)
+    options = {"partition": request.partition, "account": request.account}
+    return _SCRIPT.format(
+        request=" ".join(shlex.join(["unfog", "slurm", *map(without_secrets, request.words)]).split()),
+        name=re.sub(r"[^\w.-]", "-", request.run.resolve().name),
+        nodes=request.nodes,
+        gpus=f"--gpus-per-node={request.gpus_per_node} " if request.gpus_per_node else "",
+        cores=request.cores,
+        time=request.time,
+        # Of a short job a quarter at most, so that it trains at all.
+        lead=min(_SAVE_SECONDS, request.seconds // 4),
+        options="".join(f"#SBATCH --{name}={value}\n" for name, value in options.items() if value),
+        here=shlex.quote(str(Path.cwd())),
+        run=shlex.quote(str(request.run)),
+        # The settings of a resume are the run's own from then on, and may be said again.
+        words="\n".join([*needed, *trusted, words]),
+        threads=max(1, request.cores // processes),
+        container=_container_prefix(request),
+        python="python" if request.container else shlex.quote(sys.executable),
+        processes=processes,
+        restarts=_RESTARTS,
+    )
+
+
+def _places(words: Iterable[str]) -> Iterator[Path]:
+    """Yield the existing files and folders that a SOURCE or a word names, whole or in part, as in NAME=PATH:KIND.
+
+    A pattern of shards names its folder. A word without a path, such as the URL of images, names nothing.
+    """
+    for word in words:
+        text = word.removeprefix("file://")
+        borders = [match.start() for match in islice(re.finditer("[=:,]", text), _MOST_BORDERS)]
+        for start, end in product((-1, *borders), (*borders, len(text))):
+            part = os.path.expanduser(text[start + 1 : end])
+            if "/" not in part or part.startswith("//"):  # the current folder is mounted; // begins the host of a URL
+                continue
+            before, pattern, _ = re.split(r"([*?{\[]|$)", part, maxsplit=1)
+            # A file may have such characters in its name.
+            place = os.path.dirname(before) if pattern and not os.path.exists(part) else part
+            if os.path.exists(place):
+                yield Path(os.path.abspath(place))
+
+
+def _container_prefix(request: SlurmRequest) -> str:
+    """Return the words that make srun run in a container, with the folders of the job mounted at the same paths."""
+    if not (image := request.container):
+        return ""
+    places = [Path.cwd(), request.run.absolute(), *_places((request.source, *request.command))]
+    folders = {next(one for one in (place, *place.parents) if one.is_dir()) for place in places} - {Path("/")}
+    # Only the outermost: a folder inside another is there already.
+    outer = sorted(str(one) for one in folders if folders.isdisjoint(one.parents))
+    if image.endswith(".sif"):
+        return f'apptainer exec --nv --pwd "$PWD" --bind {shlex.quote(",".join(outer))} {image} '
+    mounts = shlex.quote(",".join(f"{one}:{one}" for one in outer))
+    return f'--container-image={image} --container-mounts={mounts} --container-workdir="$PWD" '

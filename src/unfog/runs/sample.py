@@ -1,0 +1,293 @@
+"""Sample the subject of a request, a run or a network without one, into a folder of images."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from importlib.util import find_spec
+from itertools import cycle, groupby, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from unfog.config.requests.sample import SampleRequest, SamplingRequest, is_model
+from unfog.config.spec_strings import quote
+from unfog.config.validate import check_out, check_sample_size, report_dropped_levels, resolve_sampler
+from unfog.data.columns.given_table import read_given_table
+from unfog.data.scans.write import sample_format
+from unfog.errors import RequestError
+from unfog.files.seals import seal_of
+from unfog.pipeline.sample_folder import SampleFolder
+from unfog.process.machine_key import machine_key
+from unfog.process.run_folder import RunFolder, unused_path
+from unfog.reporting.image_grids import Pixels, captioned_grid, grid, save_png, with_caption
+from unfog.reporting.progress import Progress, plural, say
+from unfog.values.buckets import share_samples
+from unfog.values.kinds.image_kinds import image_columns
+
+if TYPE_CHECKING:
+    from unfog.config.schema import Config
+    from unfog.diffusion.editing import Edit
+    from unfog.diffusion.sampler import Observe, Sampler
+    from unfog.diffusion.steps import SamplingStep
+    from unfog.inference.run import PreparedSampling, Run
+    from unfog.pipeline.denoising_pictures import DenoisingStrip
+    from unfog.values.condition_requests import CellNames
+    from unfog.values.image_format import ImageFormat
+
+_MAX_IN_GRID = 1000  # samples; a grid of ten thousand takes more memory than generating them, and few programs open it
+
+
+def sample(request: SampleRequest) -> Path:
+    """Generate the images that are asked for, and return their folder, which a later call goes on with if interrupted.
+
+    RequestError if the request does not fit the run or network, before its weights are read if that can be known.
+    """
+    if is_model(request.run):
+        from unfog.runs.weights.model import Model
+
+        model = Model(request.run, request.device, request.size)
+        return _sample(request, model.config, lambda: model)
+    stored = RunFolder(request.run).read_config()
+    if request.size:
+        stored = stored.at_size(request.size)
+        check_sample_size(stored)
+    return _sample(request, stored, lambda: _load(request).at_size(request.size))
+
+
+def _load(request: SampleRequest) -> Run:
+    from unfog.inference.run import Run
+
+    return Run(request.run, request.weights, request.checkpoint, request.device, request.best, request.ema)
+
+
+def _sample(request: SampleRequest, stored: Config, load: Callable[[], Run]) -> Path:
+    """Generate images, write them, and return their folder."""
+    sampler = resolve_sampler(stored, request.sampler, request.steps, request.noise_grid, request.levels)
+    _check_outputs(request)
+    # Imported only now, as torch takes seconds: a wrong request is refused before.
+    from unfog.pipeline.denoising_pictures import MOST_SAMPLES, DenoisingAnimation, DenoisingStrip
+    from unfog.pipeline.edit_images import build_edit
+    from unfog.pipeline.measurement import write_posterior
+
+    stored = stored.with_view(request.view) if request.view else stored
+    words = _words_of_conditions(request, stored)
+    asked = _read_conditions(request, stored, words)
+    # Before the weights: a file that cannot be read should not take a minute to be found.
+    edit = build_edit(stored, request.image, request.mask, request.strength, request.repeats)
+    steps = _count_steps(request, sampler, edit)
+    run = load()
+    if request.view:
+        run.show_channels(request.view)
+    report_dropped_levels(stored.sampler, sampler)
+    diffusion = run.config.diffusion
+    strip = DenoisingStrip(diffusion.schedule, run.show) if request.strip else None
+    animation = DenoisingAnimation(diffusion.path, steps, run.show) if request.animate else None
+    prepared = _prepare(request, run, asked)
+    measurement, cells = prepared.measurement, prepared.cells
+    of_one_size = request.size or edit or measurement or strip or animation or request.to_seed is not None or cells
+    of_one_size = of_one_size or (request.given_table and image_columns(stored.columns))
+    parts, digest = _parts(run, prepared, words, split=not of_one_size)
+    if request.out is None:  # in the run, into which a stranger may have put unfinished samples of any pictures
+        digest = seal_of(machine_key(), "samples", digest.encode()).hex()
+    with SampleFolder.reserve(request.out, run.path / "pictures", digest) as out:
+        folder = _sample_folder(out, digest, run.config, prepared)
+        for part in parts:
+            _draw(part, folder, observe_all(strip, animation))
+        if animation is not None and request.animate is not None:
+            animation.save(request.animate, folder.first(MOST_SAMPLES))
+        if measurement is not None:
+            write_posterior(folder, run.config, measurement)
+        edited = _edited(edit, run.config.image_format) if edit and not cells else ()
+        write_grid(folder, run.config, edited, strip, cells)
+    return out
+
+
+def _check_outputs(request: SampleRequest) -> None:
+    """Raise RequestError unless the folder and the animation that are asked for can be written."""
+    if request.out is None or not SampleFolder.is_unfinished(request.out):
+        check_out(request.out or unused_path(request.run / "pictures"), what="the folder of the samples")
+    if request.animate is not None:
+        check_animation(request.animate)
+
+
+def _count_steps(request: SampleRequest, sampler: Sampler, edit: Edit | None) -> int:
+    """Return the number of steps from the noise that is added. RequestError if steps are to be shown and are 0."""
+    steps = edit.steps(sampler.steps) if edit else sampler.steps
+    if steps == 0 and (request.strip or request.animate):
+        shown = f"strength = {request.strength} leaves none of {plural(sampler.steps, 'step')} to show"
+        raise RequestError(f"{shown}; raise it, or omit --strip and --animate")
+    return steps
+
+
+def _prepare(request: SampleRequest, run: Run, asked: Mapping[str, object]) -> PreparedSampling:
+    """Return the sampling of a request with these values of conditions, with everything in it checked."""
+    settings = {f.name: getattr(request, f.name) for f in fields(SamplingRequest)}
+    guide = request.guide if request.guide_checkpoint is None else request.guide_checkpoint
+    settings |= {"measure": request.measure, "observed": request.observed, "given_table": request.given_table}
+    return run.prepare(**settings, given=asked, guide=guide, image=request.image, mask=request.mask)
+
+
+def _words_of_conditions(request: SampleRequest, stored: Config) -> Mapping[str, object]:
+    """Return the values that the request gives to conditions; of pictures the files."""
+    format = stored.conditions
+    labelled = format.with_label(format.read_words(request.given), request.label)
+    return format.with_prompts(labelled, request.read_prompts())
+
+
+def _read_conditions(request: SampleRequest, stored: Config, words: Mapping[str, object]) -> Mapping[str, object]:
+    """Return these values with pictures read, checked before the weights are read."""
+    from unfog.pipeline.given_images import read_grid, read_pictures
+
+    format = stored.conditions
+    asked = read_pictures(stored, words, request.n)
+    format.parse(asked)
+    format.read_negative(request.negative)
+    if request.cells is not None:
+        format.crossed(read_grid(stored, request.cells), asked)
+    elif request.given_table is not None:
+        read_given_table(request.given_table, format)
+    elif len(prompts := request.read_prompts()) > request.n:
+        say(f"  the first {request.n:,} of {len(prompts):,} prompts are drawn; -n {len(prompts)} draws all of them")
+    return asked
+
+
+def _sample_folder(path: Path, digest: str, config: Config, prepared: PreparedSampling) -> SampleFolder:
+    """Return the folder that the samples are written to, with all that their files say of them."""
+    format, generation = config.conditions, prepared.generation
+    view = config.view if prepared.measurement or not config.image_format.is_picture else None
+    # Draws of a posterior are read back for their mean.
+    own = view is not None and not prepared.measurement
+    return SampleFolder(
+        path,
+        digest,
+        generation.count,
+        format.names(generation.given, generation.count),
+        prepared.caption,
+        told="Given" if format.columns else "Class",
+        view=view,
+        format=sample_format(config.source, config.data.slices) if own else None,
+        files=prepared.files,
+        negative=format.show_text(generation.negative),
+    )
+
+
+class _Part(NamedTuple):
+    """Samples of one size: the run at that size, and the sampling of its share."""
+
+    run: Run
+    """A run that generates this size."""
+    prepared: PreparedSampling
+
+
+def _parts(run: Run, prepared: PreparedSampling, words: Mapping[str, object], split: bool) -> tuple[list[_Part], str]:
+    """Return the parts of the samples, and a digest of everything that their pixels depend on.
+
+    With `split`, samples of a run with buckets have several sizes: that of the bucket nearest to the picture that they
+    are given in `words`, or all in proportion to the images of the buckets.
+    """
+    from unfog.pipeline.given_images import read_pictures, sizes_of_pictures
+
+    generation, buckets, digest = prepared.generation, run.config.size_buckets, run.digest(prepared)
+    if not (buckets and split):
+        return [_Part(run, prepared)], digest
+    parts, first = [], 0
+    if sizes := sizes_of_pictures(run.config, words, generation.count):
+        wanted = [(size, len([*group])) for size, group in groupby(islice(cycle(sizes), generation.count))]
+    else:
+        wanted = [(one.size, count) for one, count in zip(buckets, share_samples(buckets, generation.count)) if count]
+    at_sizes = {size: run.at_size(size) for size, _ in wanted}
+    given = {
+        size: sized.config.conditions.parse(read_pictures(sized.config, words, generation.count))
+        for size, sized in at_sizes.items()
+        if sizes
+    }
+    for size, count in wanted:
+        own = replace(generation, first=first, count=count, given=given.get(size, generation.given))
+        parts.append(_Part(at_sizes[size], prepared._replace(generation=own)))
+        first += count
+    if sizes:  # read at another size, a picture shows more
+        digest = hashlib.sha256(f"{digest} {[*given.values()]}".encode()).hexdigest()
+    shares = [(part.run.config.data.size, part.prepared.generation.count) for part in parts]
+    return parts, hashlib.sha256(f"{digest} {shares}".encode()).hexdigest()
+
+
+def _draw(part: _Part, folder: SampleFolder, observe: Observe | None) -> None:
+    """Generate and write the samples that are missing, batch by batch."""
+    run, generation = part.run, part.prepared.generation
+    numbers = range(generation.first, generation.first + generation.count)
+    title = f"sampling from step {run.step:,}" if run.step else "sampling"
+
+    def skip(numbers: range) -> bool:
+        # A strip or an animation is of the first batch, which is drawn again for it even if its files are there.
+        observed = observe is not None and numbers.start == 0
+        return not observed and folder.holds(numbers)
+
+    start = next((number for number in numbers if not folder.holds(range(number, number + 1))), numbers.start)
+    with Progress(title, folder.count, start) as progress:
+        for done, samples in run.draw(part.prepared, observe, skip):
+            folder.write(done, samples)
+            progress.update(done.stop)
+    if generation.sampler.kind == "adaptive" and run.calls:
+        say(f"  adaptive took up to {run.calls} network calls")
+
+
+def observe_all(*observers: Observe | None) -> Observe | None:
+    """Return one observer that calls those that are there; None without any."""
+    given = [observer for observer in observers if observer is not None]
+
+    def observe(step: SamplingStep) -> None:
+        for observer in given:
+            observer(step)
+
+    return observe if given else None
+
+
+def _edited(edit: Edit, format: ImageFormat) -> list[Pixels]:
+    """Return the image of an edit, and its mask if there is one: uint8 [H, W, C]."""
+    first = [format.to_pictures(edit.image[None])[0]]
+    if edit.unknown is not None:
+        first.append(np.broadcast_to(255 * edit.unknown[0].byte().numpy()[..., None], first[0].shape))
+    return first
+
+
+def write_grid(
+    folder: SampleFolder,
+    config: Config,
+    edited: Sequence[Pixels] = (),
+    strip: DenoisingStrip | None = None,
+    cells: CellNames | None = None,
+) -> None:
+    """Write grid.png of the first thousand samples, and strip.png if sampling was observed; the folder is done then.
+
+    The samples of an edit come after `edited`, its image and mask. `cells` are the captions of a grid of conditions.
+    """
+    from unfog.pipeline.generate import named_grid, with_legend
+
+    if folder.count > _MAX_IN_GRID:
+        say(f"  grid.png shows the first {_MAX_IN_GRID:,} of {folder.count:,} samples")
+    first = folder.first(_MAX_IN_GRID)
+    if cells is not None:
+        image = captioned_grid(first, cells.across, cells.down)
+    else:
+        image = grid(np.concatenate([np.stack(edited), first])) if edited else named_grid(first, folder.names)
+    image = with_legend(image, config)
+    said = (*folder.settings, *(cells.shared if cells else ()))
+    captioned = with_caption(image, said) if said else image
+    save_png(folder.path / "grid.png", folder.path, captioned, folder.text)
+    if strip is not None:
+        save_png(folder.path / "strip.png", folder.path, strip.image())
+    # Last, as a folder that is finished is not gone on with.
+    folder.finish()
+
+
+def check_animation(file: Path) -> None:
+    """Raise RequestError unless an animation can be written to this file."""
+    if file.suffix == ".mp4" and not find_spec("imageio_ffmpeg"):
+        raise RequestError("an MP4 needs imageio-ffmpeg: pip install 'unfog[video]'; or animate as .gif or .webp")
+    if file.exists() or file.is_symlink():
+        raise RequestError(f"{quote(str(file))} exists; give another --animate")
+    if not file.parent.is_dir():
+        raise RequestError(f"{quote(str(file.parent))} is not a folder; make it, or give another --animate")
