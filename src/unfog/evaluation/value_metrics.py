@@ -153,7 +153,7 @@ class _Moments(NamedTuple):
 
 
 class MeasuredSamples(NamedTuple):
-    """What samples are compared by; see `RealImages.measure`."""
+    """Measurements of samples, by which they are compared; see `RealImages.measure`."""
 
     whole: Tensor
     """[1, N], the weights of one group of all samples."""
@@ -226,7 +226,7 @@ class RealImages:
         return self._differences(one, other, self._values, a - b)
 
     def measure(self, samples: ValueSource) -> MeasuredSamples | str:
-        """Return what samples are compared by, for both `compare` and `curves`, or why they cannot be compared.
+        """Return the measurements of samples for both `compare` and `curves`, or why they cannot be compared.
 
         `samples` [M, C, H, W] are of the shape of the real images; the first `count` of them are measured.
         """
