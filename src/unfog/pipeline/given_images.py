@@ -67,7 +67,7 @@ def sizes_of_pictures(config: Config, given: Mapping[str, object], most: int) ->
     """Return the size of the bucket whose shape is nearest to each picture, at most `most`; [] without pictures.
 
     They are those of the first condition that has some, in a run with buckets. Samples cycle through them. A picture
-    without a shape of its own, as it is not told, gets the size of the run. RequestError as `read_pictures`.
+    whose shape is not known gets the size of the run. RequestError as `read_pictures`.
     """
     sizes = [bucket.size for bucket in config.size_buckets]
     facts = next((one for one in image_columns(config.columns) if one.name in given), None)

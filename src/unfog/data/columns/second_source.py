@@ -310,7 +310,7 @@ def unify_columns(columns: Sequence[Column]) -> list[Column]:
     """Return a column of several parts of a set, which were decoded one by one, with what all must share.
 
     Masks get the same labels, and pictures the same channels. Other columns are unchanged. RequestError if the masks
-    of all parts are no masks together.
+    of all parts together have values that a mask cannot have.
     """
     if columns[0].kind == "mask":
         return _with_shared_labels(columns)
