@@ -177,7 +177,8 @@ def _with_white(facts: ColumnFacts, given: _Given) -> _Given:
         if facts.kind != "mask":
             return found.astype(np.uint8) * np.uint8(255)
         pair = [int(name) for name in facts.categories if not name.startswith("#")]
-        return np.where(found, *(reversed(pair) if len(pair) == 2 else (1, 0)))
+        no, yes = pair if len(pair) == 2 else (0, 1)
+        return np.where(found, yes, no)
 
     return given._replace(read=read)
 

@@ -306,11 +306,11 @@ def unify_columns(columns: Sequence[Column]) -> list[Column]:
 
 
 def _with_shared_labels(columns: Sequence[Column]) -> list[Column]:
-    name, found = columns[0].name, {label for one in columns for label in one.categories}
-    if len({label.startswith("#") for label in found}) > 1:
+    name, found = columns[0].name, {category for one in columns for category in one.categories}
+    if len({category.startswith("#") for category in found}) > 1:
         raise _in_colour_and_not(name)
     _check_values(name, len(found))
-    labels = tuple(sorted(found, key=lambda label: int(label[1:], 16) if label.startswith("#") else int(label)))
+    labels = tuple(sorted(found, key=lambda name: int(name[1:], 16) if name.startswith("#") else int(name)))
     unified = []
     for one in columns:
         place = np.array([*map(labels.index, one.categories), -1], np.int8)  # the last is what is not known
