@@ -153,11 +153,7 @@ class _Moments(NamedTuple):
 
 
 class MeasuredSamples(NamedTuple):
-<<<<<<< HEAD
-    """Measurements of samples, by which they are compared; see `RealImages.measure`."""
-=======
     """Moments and values of samples, from which `RealImages` compares them."""
->>>>>>> main
 
     whole: Tensor
     """[1, N], the weights of one group of all samples."""
@@ -230,11 +226,7 @@ class RealImages:
         return self._differences(one, other, self._values, a - b)
 
     def measure(self, samples: ValueSource) -> MeasuredSamples | str:
-<<<<<<< HEAD
-        """Return the measurements of samples for both `compare` and `curves`, or why they cannot be compared.
-=======
         """Return moments and values of samples, for `compare` and `curves`, or the reason why they cannot be compared.
->>>>>>> main
 
         `samples` [M, C, H, W] are of the shape of the real images; the first `count` of them are measured.
         """

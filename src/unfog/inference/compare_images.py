@@ -231,11 +231,7 @@ def check_enough(count: int, what: str) -> None:
 def _measure_pixels(name: str, real: Tensor, fake: Tensor, others: Tensor | None) -> list[MetricResult]:
     """Return a metric of pixels, and the same of random halves of `others`, real images, for comparison.
 
-<<<<<<< HEAD
-    It falls with the number of images, so the halves have as many as there are samples, or fewer if there are too few.
-=======
     It falls with the number of images, so the halves have as many images as the samples, if `others` has twice as many.
->>>>>>> main
     """
     found = compare_pixels([name], real, fake)
     if others is None or (half := len(others) // 2) < FEWEST_COMPARED:
