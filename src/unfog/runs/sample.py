@@ -87,9 +87,9 @@ def _sample(request: SampleRequest, stored: Config, load: Callable[[], Run]) -> 
     animation = DenoisingAnimation(diffusion.path, steps, run.show) if request.animate else None
     prepared = _prepare(request, run, asked)
     measurement, cells = prepared.measurement, prepared.cells
-    of_one_size = request.size or edit or measurement or strip or animation or request.to_seed is not None or cells
-    of_one_size = of_one_size or (request.given_table and image_columns(stored.columns))
-    parts, digest = _parts(run, prepared, words, split=not of_one_size)
+    table_of_images = request.given_table is not None and bool(image_columns(stored.columns))
+    one_size = request.size or edit or measurement or strip or animation or request.to_seed is not None or cells
+    parts, digest = _parts(run, prepared, words, split=not (one_size or table_of_images))
     if request.out is None:  # in the run, into which a stranger may have put unfinished samples of any pictures
         digest = seal_of(machine_key(), "samples", digest.encode()).hex()
     with SampleFolder.reserve(request.out, run.path / "pictures", digest) as out:

@@ -93,7 +93,8 @@ class BucketValues:
             return self[key[0]][:, *key[1:]]
         rows = np.asarray(np.arange(len(self))[key])
         if not rows.ndim:
-            return self[rows[None]][0]
+            one: NDArray[Any] = self[rows[None]][0]
+            return one
         out = np.empty((len(rows), *self.shape[1:]), self.dtype)
         for number, places, own in self._rows.split(rows):
             column = self._columns[number]
