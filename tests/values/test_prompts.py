@@ -90,7 +90,7 @@ def test_prompts_of_a_file(tmp_path):
     assert read("\ufeffa red heart\r\n\n  über\u2028alles \n".encode()) == ("a red heart", "über\u2028alles")
     for encoding in ("utf-16-le", "utf-16-be"):  # as Notepad writes "Unicode"
         assert read("\ufeffa red heart\r\nüber".encode(encoding)) == ("a red heart", "über")
-    with pytest.raises(RequestError, match="prompts = .* is not text"):
+    with pytest.raises(RequestError, match=r"prompts = .* is not text"):
         read(codecs.BOM_UTF16_LE + b"a")
     assert SampleRequest(run=tmp_path, prompt=("a", "b")).read_prompts() == ("a", "b")
     for wrong in (b"", b"\n \n", "über".encode("latin-1")):

@@ -202,13 +202,13 @@ def _parts(run: Run, prepared: PreparedSampling, words: Mapping[str, object], sp
     given = {
         size: sized.config.conditions.parse(read_pictures(sized.config, words, generation.count))
         for size, sized in at_sizes.items()
-        if sizes
+        if image_columns(sized.config.columns)  # of the size of the bucket, also where they are not told
     }
     for size, count in wanted:
         own = replace(generation, first=first, count=count, given=given.get(size, generation.given))
         parts.append(_Part(at_sizes[size], prepared._replace(generation=own)))
         first += count
-    if sizes:  # read at another size, a picture shows more
+    if given:  # read at another size, a picture shows more
         digest = hashlib.sha256(f"{digest} {[*given.values()]}".encode()).hexdigest()
     shares = [(part.run.config.data.size, part.prepared.generation.count) for part in parts]
     return parts, hashlib.sha256(f"{digest} {shares}".encode()).hexdigest()
