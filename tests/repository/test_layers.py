@@ -41,7 +41,7 @@ ALLOWED = {
 }
 # Folders inside a layer: which of the layer's other folders each may import ("" is the layer's own modules).
 SUBFOLDERS = {
-    "data.buckets": {"", "sources"},
+    "data.buckets": {"", "columns", "sources"},
     "data.sources": {""},
     "data.containers": {"", "sources"},
     "data.columns": {"", "full_depth", "sources"},

@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 
 from unfog.data.bit_depth import UNKNOWN_REMEDY, Ranges
 from unfog.data.columns.conditions import with_conditions
-from unfog.data.columns.second_source import SecondSource, combined_stamp, pair_sources, second_columns
+from unfog.data.columns.second_source import combined_stamp, pair_sources, second_columns
 from unfog.data.data_report import DataReport, SkippedFile
 from unfog.data.decode import Opener, parse_colour, upright_sides
 from unfog.data.decode_pool import DecodeStatistics, PixelFormat, Progress, decode_with_retries
 from unfog.data.full_depth.choice import Kept, choose_kept, keep_array, mixed_depths_line
 from unfog.data.full_depth.ranges import check_range, find_ranges, spread
 from unfog.data.settings import Data, parse_condition
-from unfog.data.sources.base import ImageError, MissingImageError, Source, TransientImageError
+from unfog.data.sources.base import ImageError, MissingImageError, SecondSource, Source, TransientImageError
 from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE, image_error
 from unfog.data.sources.label_tables import strip_shard
 from unfog.data.sources.labels import apply_label_table, labels_setting, read_columns, warn_of_masks_beside_images

@@ -67,7 +67,7 @@ def sizes_of_pictures(config: Config, given: Mapping[str, object], most: int) ->
     """Return the size of the bucket whose shape is nearest to each picture, at most `most`; [] without pictures.
 
     They are those of the first condition that has some, in a run with buckets. Samples cycle through them. A picture
-    without a shape of its own, as it is not told, gets the size of the run. RequestError as `read_pictures`.
+    that is hidden has no shape, and gets the size of the run. RequestError as `read_pictures`.
     """
     sizes = [bucket.size for bucket in config.size_buckets]
     facts = next((one for one in image_columns(config.columns) if one.name in given), None)
@@ -177,7 +177,8 @@ def _with_white(facts: ColumnFacts, given: _Given) -> _Given:
         if facts.kind != "mask":
             return found.astype(np.uint8) * np.uint8(255)
         pair = [int(name) for name in facts.categories if not name.startswith("#")]
-        return np.where(found, *(reversed(pair) if len(pair) == 2 else (1, 0)))
+        false, true = pair if len(pair) == 2 else (0, 1)
+        return np.where(found, true, false)
 
     return given._replace(read=read)
 

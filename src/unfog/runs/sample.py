@@ -88,8 +88,8 @@ def _sample(request: SampleRequest, stored: Config, load: Callable[[], Run]) -> 
     prepared = _prepare(request, run, asked)
     measurement, cells = prepared.measurement, prepared.cells
     of_one_size = request.size or edit or measurement or strip or animation or request.to_seed is not None or cells
-    of_one_size = of_one_size or (request.given_table and image_columns(stored.columns))
-    parts, digest = _parts(run, prepared, words, split=not of_one_size)
+    pictures_in_table = request.given_table and image_columns(stored.columns)
+    parts, digest = _parts(run, prepared, words, split=not (of_one_size or pictures_in_table))
     if request.out is None:  # in the run, into which a stranger may have put unfinished samples of any pictures
         digest = seal_of(machine_key(), "samples", digest.encode()).hex()
     with SampleFolder.reserve(request.out, run.path / "pictures", digest) as out:
@@ -202,7 +202,7 @@ def _parts(run: Run, prepared: PreparedSampling, words: Mapping[str, object], sp
     given = {
         size: sized.config.conditions.parse(read_pictures(sized.config, words, generation.count))
         for size, sized in at_sizes.items()
-        if image_columns(sized.config.columns)  # of the size of the bucket, also where they are not told
+        if image_columns(sized.config.columns)  # hidden ones too have the size of the bucket
     }
     for size, count in wanted:
         own = replace(generation, first=first, count=count, given=given.get(size, generation.given))

@@ -91,9 +91,10 @@ class BucketValues:
         """Return the values that an index of an array selects."""
         if isinstance(key, tuple):
             return self[key[0]][:, *key[1:]]
-        rows = np.asarray(np.arange(len(self))[key])
-        if not rows.ndim:
-            return self[rows[None]][0]
+        rows = np.arange(len(self))[key]
+        if isinstance(rows, np.integer):
+            one: NDArray[Any] = self[[rows]][0]
+            return one
         out = np.empty((len(rows), *self.shape[1:]), self.dtype)
         for number, places, own in self._rows.split(rows):
             column = self._columns[number]

@@ -8,7 +8,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from unfog.data.decode_pool import (
 )
 from unfog.data.full_depth.choice import channels_of, first_image
 from unfog.data.full_depth.ranges import find_ranges, spread
-from unfog.data.sources.base import FailedShardError, ImageError, ShardReadError, Source
+from unfog.data.sources.base import FailedShardError, ImageError, SecondSource, ShardReadError, Source
 from unfog.data.sources.image_files import image_error
 from unfog.data.sources.label_tables import strip_shard
 from unfog.data.sources.registry import open_source
@@ -47,24 +47,6 @@ _FEW_VALUES = 32  # a mask has fewer different values in its first images
 _SIDES_CHECKED = 1000  # pairs whose sides are compared, evenly spread
 _OPAQUE = 128  # of 255, from which a pixel is not missing
 _BACKGROUND = "white"  # behind transparent pixels, as of training images
-
-
-@dataclass(frozen=True, eq=False)
-class SecondSource:
-    """A second source, and which of its images belongs to each image."""
-
-    name: str
-    kind: str
-    """"image" or "mask"."""
-    source: Source
-    partner: NDArray[np.int64]
-    """[N], index in `source` for each image; -1 without one."""
-    whole: bool = True
-    """False for some of the images of a set, whose masks alone may have one value."""
-
-    def rows(self, index: NDArray[np.int64]) -> SecondSource:
-        """Return the second source for some of the images."""
-        return replace(self, partner=self.partner[index], whole=False)
 
 
 def pair_sources(source: Source, condition: str, warn: Callable[[str], None]) -> tuple[SecondSource, ...]:
@@ -310,7 +292,7 @@ def unify_columns(columns: Sequence[Column]) -> list[Column]:
     """Return a column of several parts of a set, which were decoded one by one, with what all must share.
 
     Masks get the same labels, and pictures the same channels. Other columns are unchanged. RequestError if the masks
-    of all parts are no masks together.
+    of all parts do not fit each other.
     """
     if columns[0].kind == "mask":
         return _with_shared_labels(columns)
@@ -324,11 +306,11 @@ def unify_columns(columns: Sequence[Column]) -> list[Column]:
 
 
 def _with_shared_labels(columns: Sequence[Column]) -> list[Column]:
-    name, found = columns[0].name, {label for one in columns for label in one.categories}
-    if len({label.startswith("#") for label in found}) > 1:
+    name, found = columns[0].name, {text for one in columns for text in one.categories}
+    if len({text.startswith("#") for text in found}) > 1:
         raise _in_colour_and_not(name)
     _check_values(name, len(found))
-    labels = tuple(sorted(found, key=lambda label: int(label[1:], 16) if label.startswith("#") else int(label)))
+    labels = tuple(sorted(found, key=lambda text: int(text[1:], 16) if text.startswith("#") else int(text)))
     unified = []
     for one in columns:
         place = np.array([*map(labels.index, one.categories), -1], np.int8)  # the last is what is not known

@@ -13,10 +13,10 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, overload
+from typing import Any, ClassVar, Literal, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,9 +32,6 @@ from unfog.files.safe_files import read_file
 from unfog.text import sanitize
 from unfog.values.arrays.slices import AXIAL
 from unfog.values.columns import Column, rows_of
-
-if TYPE_CHECKING:
-    from unfog.data.columns.second_source import SecondSource
 
 NIFTI_SUFFIXES = (".nii", ".nii.gz")
 DICOM_SUFFIXES = (".dcm", ".dicom", ".ima")
@@ -397,6 +394,24 @@ class Source(ABC):
     def shard_image(self, i: int) -> int:
         """Return the index by which `remote_shards` knows image i; another one where images are left out."""
         return i
+
+
+@dataclass(frozen=True, eq=False)
+class SecondSource:
+    """A second source, and which of its images belongs to each image."""
+
+    name: str
+    kind: str
+    """"image" or "mask"."""
+    source: Source
+    partner: NDArray[np.int64]
+    """[N], index in `source` for each image; -1 without one."""
+    whole: bool = True
+    """False for some of the images of a set, whose masks alone may have one value."""
+
+    def rows(self, index: NDArray[np.int64]) -> SecondSource:
+        """Return the second source for some of the images."""
+        return replace(self, partner=self.partner[index], whole=False)
 
 
 class SomeImages(Source):
