@@ -16,7 +16,7 @@ _PICTURE = re.compile(r"!\[([^\]]*)\]\((?!https?://)([^)]*)\)")
 _CAPTION = re.compile(r"!\[[^\]]*\]\((?!https?://)[^)]*\)\n\n\*[^*]*\*\n\n")
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?://)([^)]*)\)")
 # Who reads the description there installs from there.
-_FROM_CHECKOUT = re.compile(r"Unfog is not on PyPI yet: (?:[^\n]+\n)+\n")
+_FROM_CHECKOUT = re.compile(r" Unfog is not on PyPI yet: [^\n]+")
 
 
 def description(readme: str, source: str | None, version: str) -> str:

@@ -13,6 +13,16 @@ puts real images above the stored samples of a run of benchmarks/quality.
         "cifar10-20m-default+tiny+muon-0" --out ../contest.png
 
 puts the first two rows of several such runs below each other.
+
+    python examples/random_fields.py FOLDER && python scripts/draw_pictures.py --channels FOLDER
+
+draws channels.png, the channels of true and generated fields, and
+
+    python scripts/tutorial_images.py densities densities.npy
+    unfog train densities.npy --wrap xy --data.map log --network unet:channels=16/32,attention=0/0 --budget 20m
+    python scripts/draw_pictures.py runs/densities --density densities.npy
+
+densities.png, which has true and generated densities, and generated ones beside themselves.
 """
 
 from __future__ import annotations
@@ -26,6 +36,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 import unfog
+from unfog.values.colour_map import colour_table
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURES = ROOT / "docs" / "pictures"
@@ -95,6 +106,30 @@ def beside_real(grid: Path, images: Path) -> Image.Image:
     return page
 
 
+def coloured(fields: NDArray[np.floating], low: float, high: float) -> Pixels:
+    """Return fields [N, H, W] in the colours of viridis, uint8 [N, H, W, 3]; `low` and `high` are the ends."""
+    levels = (255 * (fields.astype(np.float64) - low) / (high - low)).round().clip(0, 255).astype(np.uint8)
+    return colour_table("viridis")[levels]
+
+
+def channels(folder: Path) -> Image.Image:
+    """Return the four channels of true fields, and of the samples that examples/random_fields.py stored."""
+    both = np.concatenate([np.load(folder / f"{name}.npy")[: COLUMNS // 2] for name in ("fields", "samples")])
+    rows = []
+    for channel, (mean, deviation) in enumerate(((0, 1), (5, 10), (100, 100), (-3000, 1000))):
+        low, high = mean - 2.5 * deviation, mean + 2.5 * deviation
+        rows.append((f"{channel}: {low:,g} to {high:,g}", coloured(both[..., channel], low, high)))
+    return table(rows, [name for name in ("true", "generated") for _ in range(COLUMNS // 2)])
+
+
+def densities(run: unfog.Run, real: Path) -> Image.Image:
+    """Return true densities, samples, and samples repeated along both axes, on a scale of logarithms."""
+    true, made = np.load(real)[:COLUMNS], np.asarray(run.sample(COLUMNS)).squeeze()
+    low, high = np.log(0.1), np.log(10)
+    rows = {"true": true, "generated": made, "generated, 2 x 2": np.tile(made, (1, 2, 2))}
+    return table([(name, coloured(np.log(fields), low, high)) for name, fields in rows.items()])
+
+
 def first_rows(grids: Sequence[Path], rows: int = 2, apart: int = 12) -> Image.Image:
     """Return the first rows of several stored grids, of images of 64 pixels, below each other."""
     parts = [Image.open(grid).convert("RGB") for grid in grids]
@@ -113,14 +148,22 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", help="names of stored grids")
     parser.add_argument("--images", type=Path, help="the images of the contest")
     parser.add_argument("--out", help="name of its picture")
+    parser.add_argument("--channels", type=Path, metavar="FOLDER", help="of examples/random_fields.py")
+    parser.add_argument("--density", type=Path, metavar="FILE", help="the densities that the run was trained on")
     given = parser.parse_args()
     PICTURES.mkdir(exist_ok=True)
+    if given.channels:
+        channels(given.channels).save(PICTURES / "channels.png", optimize=True)
+        return
     if given.contest or given.rows:
         grids = [GRIDS / f"{name}.png" for name in given.rows or [given.contest]]
         page = first_rows(grids) if given.rows else beside_real(grids[0], given.images)
         page.quantize(256, dither=Image.Dither.NONE).save(PICTURES / given.out, optimize=True)
         return
     run = unfog.load(given.run)
+    if given.density:
+        densities(run, given.density).save(PICTURES / "densities.png", optimize=True)
+        return
     for name in given.only:
         path = PICTURES / f"{name}.png"
         table(DRAWN[name](run, given.run), run.classes[:COLUMNS]).quantize(64).save(path, optimize=True)

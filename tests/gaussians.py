@@ -18,6 +18,16 @@ def gaussian_denoiser(
     return mean + std**2 * alpha * (x - alpha * mean) / ((alpha * std) ** 2 + sigma**2)
 
 
+def gaussian_flow(mean: float, std: float, path: Path, x: Tensor, levels: tuple[Tensor, Tensor]) -> Tensor:
+    """Where the probability flow ODE of N(mean, std^2) leads x from the first log SNR to the second.
+
+    (x - alpha mean) / sqrt(alpha^2 std^2 + sigma^2) is constant along a solution.
+    """
+    (alpha0, sigma0), (alpha1, sigma1) = map(path, levels)
+    standard = (x - alpha0 * mean) / (alpha0**2 * std**2 + sigma0**2).sqrt()
+    return alpha1 * mean + (alpha1**2 * std**2 + sigma1**2).sqrt() * standard
+
+
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Callable[[], Tensor]:
     """Return a function that draws standard normal noise, the same sequence for each seed."""
     return partial(torch.randn, shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)

@@ -1,6 +1,8 @@
 """What tests of several processes share: torchrun, and what it leaves behind."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -131,3 +133,14 @@ def wait_for_steps(folder, steps, process):
             return
         time.sleep(0.05)
     raise AssertionError(output(process))
+
+
+def kill_after_checkpoint(folder, step, process):
+    """Kill all ranks of a training as soon as it has the checkpoint of a step, and wait for its launcher."""
+    while not (folder / "checkpoints" / f"{step:08}").is_dir():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    for worker in workers(process).values():
+        os.kill(worker, signal.SIGKILL)
+    process.communicate()
+    assert process.returncode, "it ended before it could be killed"

@@ -63,8 +63,11 @@ def write_fits(place: Path, values: np.ndarray) -> str:
     return f"{place}/a.fits"
 
 
-def write_dicom(place: Path, values: np.ndarray, **changes: Any) -> str:
-    """Write frames of one channel or of red, green and blue, integers of 16 bits; None among `changes` leaves out."""
+def save_dicom(path: Path, values: np.ndarray, **changes: Any) -> Path:
+    """Save frames [N, H, W, C] of one channel or of red, green and blue, integers of 16 bits.
+
+    `changes` are attributes of the header; None leaves one out.
+    """
     header = pydicom.Dataset()
     header.file_meta = pydicom.dataset.FileMetaDataset()
     header.file_meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
@@ -77,11 +80,15 @@ def write_dicom(place: Path, values: np.ndarray, **changes: Any) -> str:
     header.PixelData = values.astype("<u2").tobytes()
     for name, value in changes.items():
         if value is None:
-            del header[name]
+            header.pop(name, None)
         else:
             setattr(header, name, value)
-    header.save_as(place / "a.dcm", enforce_file_format=True)
-    return f"{place}/a.dcm"
+    header.save_as(path, enforce_file_format=True)
+    return path
+
+
+def write_dicom(place: Path, values: np.ndarray, **changes: Any) -> str:
+    return str(save_dicom(place / "a.dcm", values, **changes))
 
 
 def write_hdf5(place: Path, values: np.ndarray) -> str:

@@ -1,10 +1,8 @@
 """Jobs of the playground's studio, drawn in this process, and what it says of them."""
 
-import io
 import json
 
 import numpy as np
-from PIL import Image
 
 from unfog.serve.playground.channel import Message
 from unfog.serve.playground.inputs import Inputs
@@ -29,12 +27,6 @@ class Said:
 
     def count(self, event):
         return len(self.of(event))
-
-
-def png(pixels):
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
 
 
 def draw(run, until=None, image=b"", mask=b"", given=None, **settings):

@@ -1,6 +1,5 @@
 """The cache folder has a limit, and `unfog cache` lists and clears it."""
 
-import io
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from image_bytes import png
 from unfog.cli.main import main
 from unfog.config.requests.cache import CacheRequest
 from unfog.data.dataset import ImageSet
@@ -54,12 +54,6 @@ def entry(name: str, megabytes: int, used: int) -> Path:
     mark = cache_folder() / ".used" / name.replace("/", "-")
     os.utime(mark, (mark.stat().st_mtime - used * 3600,) * 2)
     return folder
-
-
-def png(value: int) -> bytes:
-    file = io.BytesIO()
-    Image.new("L", (8, 8), value).save(file, "png")
-    return file.getvalue()
 
 
 @pytest.fixture
@@ -152,7 +146,7 @@ def test_what_the_datasets_library_keeps_goes_only_when_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     datasets = pytest.importorskip("datasets")
-    rows = {"image": [png(i) for i in range(3)]}
+    rows = {"image": [png(Image.new("L", (8, 8), i)) for i in range(3)]}
     datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "set.parquet")
     source = open_source(str(tmp_path / "set.parquet"))
     release(cache_folder() / "hf")
@@ -204,7 +198,7 @@ def test_all_that_unfog_writes_is_known(tmp_path: Path, monkeypatch: pytest.Monk
     (cache_folder() / "members").mkdir()
     ByteRangeCache(cache_folder() / "members", 10**9, 10**6).write("c" * 32, 512, b"bytes")
     with tarfile.open(tmp_path / "set.tar", "w") as archive:
-        (tmp_path / "0.png").write_bytes(png(1))
+        (tmp_path / "0.png").write_bytes(png(Image.new("L", (8, 8), 1)))
         archive.add(tmp_path / "0.png", "0.png")
     open_source(str(tmp_path / "set.tar"))
     ArraySource.store(pixels)
@@ -354,7 +348,7 @@ def test_only_a_private_folder_takes_compiled_code(shared_place: Path) -> None:
 
 def test_pixels_that_were_exchanged_are_decoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for i in range(8):
-        (tmp_path / f"{i}.png").write_bytes(png(10 * i))
+        (tmp_path / f"{i}.png").write_bytes(png(Image.new("L", (8, 8), 10 * i)))
     first = np.array(prepare(open_source(str(tmp_path)), Data(size=8, cache="disk")).train.pixels)
     (entry,) = (found.path for found in CacheEntry.all())
     (entry / "pixels.u8").write_bytes(b"\xff" * (entry / "pixels.u8").stat().st_size)

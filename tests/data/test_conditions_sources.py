@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from image_bytes import png
 from unfog.data.columns.conditions import with_conditions
 from unfog.data.scan import Scan
 from unfog.data.settings import Data
@@ -32,12 +33,6 @@ def _own_cache(tmp_path, monkeypatch):
 
 def picture(i):
     return Image.new("L", (8, 8), 20 * i)
-
-
-def png(i):
-    file = io.BytesIO()
-    picture(i).save(file, "PNG")
-    return file.getvalue()
 
 
 def folder(path):
@@ -147,7 +142,7 @@ def shards(path, values):
         files = []
         for i in part:
             files += [(f"{i:02}.json", json.dumps(values[i]).encode())] * (values[i] is not None)
-            files.append((f"{i:02}.img.png", png(i)))
+            files.append((f"{i:02}.img.png", png(picture(i))))
         tar(path / f"s-{k}.tar", files)
     return path
 
@@ -171,7 +166,7 @@ def test_images_of_shards_without_a_json_member_are_not_known(tmp_path):
 
 
 def test_members_of_shards_that_a_suffix_names(tmp_path):
-    files = [(f"a/{i:02}.png", png(i)) for i in range(COUNT)]
+    files = [(f"a/{i:02}.png", png(picture(i))) for i in range(COUNT)]
     files += [(f"a/{i:02}.age", str(age).encode()) for i, age in enumerate(AGES) if age is not None]
     tar(tmp_path / "set" / "s.tar", files)
     check(scanned(tmp_path / "set" / "s.tar", "age").columns, ["age"])

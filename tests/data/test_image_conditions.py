@@ -154,6 +154,15 @@ def test_masks_of_16_bits_of_colours_and_of_another_size(tmp_path):
         assert np.array_equal(column.values, expected)
 
 
+def test_masks_in_colour_beside_grey_ones_are_refused(tmp_path):
+    images, masks = write_pairs(tmp_path)
+    path = next(masks.glob("a/*"))
+    grey = np.asarray(Image.open(path))
+    Image.fromarray(np.stack([grey] * 3, -1)).save(path)
+    with pytest.raises(RequestError, match="condition mask: some masks are in colour"):
+        read(images, f"mask={masks}")
+
+
 def test_masks_that_say_nothing_or_are_pictures_are_refused(tmp_path):
     images, masks = write_pairs(tmp_path)
     for path in masks.glob("a/*"):

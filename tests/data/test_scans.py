@@ -18,6 +18,7 @@ from PIL import Image
 
 import unfog
 from conftest import QUIET, TRANSFORMER
+from scientific_files import save_dicom
 from test_docs import commands
 from unfog.cli.main import main
 from unfog.data.columns.conditions import with_conditions
@@ -39,26 +40,14 @@ VOLUME = RNG.integers(-1000, 3000, (6, 20, 24)).astype(np.int16)  # [z, y, x]
 PAGES = RNG.integers(0, 4096, (4, 6, 3, 16, 20)).astype(np.uint16)  # [t, z, c, y, x]
 
 
-def write_dicom(path: Path, values: np.ndarray, **changes: Any) -> Path:
-    """Write a CT of 12 bits, stored with an intercept of -1024; `values` are frames [n, H, W] or one [H, W]."""
-    header = pydicom.Dataset()
-    header.file_meta = pydicom.dataset.FileMetaDataset()
-    header.file_meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
-    header.SOPClassUID = header.file_meta.MediaStorageSOPClassUID = pydicom.uid.CTImageStorage
-    header.SOPInstanceUID = header.file_meta.MediaStorageSOPInstanceUID = pydicom.uid.generate_uid()
-    header.Rows, header.Columns = values.shape[-2:]
-    header.NumberOfFrames = len(values) if values.ndim == 3 else 1
-    header.SamplesPerPixel, header.PhotometricInterpretation, header.PixelRepresentation = 1, "MONOCHROME2", 0
-    header.BitsAllocated, header.BitsStored, header.HighBit = 16, 12, 11
-    header.RescaleSlope, header.RescaleIntercept, header.WindowCenter, header.WindowWidth = "1", "-1024", "40", "400"
-    header.PixelData = (values + 1024).astype("<u2").tobytes()
-    for name, value in changes.items():
-        if value is None:
-            del header[name]
-        else:
-            setattr(header, name, value)
-    header.save_as(path, enforce_file_format=True)
-    return path
+CT = {"BitsStored": 12, "HighBit": 11, "RescaleSlope": "1", "RescaleIntercept": "-1024"}
+CT |= {"WindowCenter": "40", "WindowWidth": "400"}
+
+
+def write_ct(path: Path, values: np.ndarray, **changes: Any) -> Path:
+    """Write a CT of 12 bits, stored with an intercept of -1024; `values` are frames [N, H, W] or one [H, W]."""
+    frames = values.reshape(-1, *values.shape[-2:], 1)
+    return save_dicom(path, frames + 1024, **CT | changes)
 
 
 def command(*words: object) -> None:
@@ -82,7 +71,7 @@ def make(kind: str, folder: Path, files: int = 3) -> Path:
                 affine = np.diag([2.0, 2, 3, 1])
                 nibabel.save(nibabel.Nifti1Image(VOLUME.transpose(2, 1, 0), affine), folder / f"{i}.nii.gz")
             case "dicom":
-                write_dicom(folder / f"IM{i:04}", VOLUME)
+                write_ct(folder / f"IM{i:04}", VOLUME)
             case "fits":
                 fits.writeto(folder / f"{i}.fits", VOLUME)
     return folder
@@ -160,9 +149,23 @@ def test_bands_that_lie_one_after_the_other_are_channels(kind: str, bands: int, 
 
 def test_12_bits_in_16_keep_their_range(tmp_path: Path) -> None:
     for i in range(3):
-        write_dicom(tmp_path / f"{i}.dcm", VOLUME.clip(0, 3000), RescaleSlope=None, RescaleIntercept=None)
+        write_ct(tmp_path / f"{i}.dcm", VOLUME.clip(0, 3000), RescaleSlope=None, RescaleIntercept=None)
     data = prepare(open_source(tmp_path), Data(), lambda done, of: None).settings
     assert (data.dtype, data.range) == ("uint16", (0, 4095))
+
+
+def test_the_window_of_a_scan_is_named_and_not_applied(tmp_path: Path) -> None:
+    source = open_source(write_ct(tmp_path / "a.dcm", VOLUME))
+    (line,) = source.reading_warnings
+    assert "--data.range -160 240" in line  # 40 with a width of 400
+    assert np.array_equal(images(source)[..., 0], VOLUME)
+    colour = RNG.integers(0, 255, (2, 8, 8, 3))
+    for path in (
+        write_ct(tmp_path / "without.dcm", VOLUME, WindowWidth=None),
+        write_ct(tmp_path / "empty.dcm", VOLUME, WindowWidth="0"),
+        save_dicom(tmp_path / "colour.dcm", colour, WindowCenter="40", WindowWidth="400"),
+    ):
+        assert open_source(path).reading_warnings == []
 
 
 def test_volumes_are_turned_to_the_patient(tmp_path: Path) -> None:
@@ -211,7 +214,7 @@ def test_cuts_that_are_none_are_refused(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match=reason):
             open_source(tmp_path / f"{name}.nii", slices=slices)
     with pytest.raises(RequestError, match="cuts NIfTI volumes"):
-        open_source(write_dicom(tmp_path / "a.dcm", VOLUME), slices="coronal")
+        open_source(write_ct(tmp_path / "a.dcm", VOLUME), slices="coronal")
     pack = tmp_path / "pack"
     command("pack", tmp_path / "a.nii", pack, "--data.slices", "coronal+1")
     assert Pack.open(pack).settings["slices"] == "coronal+1"
@@ -349,9 +352,9 @@ def damage(folder: Path) -> dict[str, str]:
     (folder / "offset.nii.gz").write_bytes(packed)
     (folder / "text.nii").write_bytes(b"no volume" * 100)
     nibabel.save(nibabel.Nifti1Image(VOLUME.astype(np.complex64), np.eye(4)), folder / "complex.nii")
-    write_dicom(folder / "empty.dcm", VOLUME, PixelData=None)
-    write_dicom(folder / "frames.dcm", VOLUME, NumberOfFrames=100_000)
-    write_dicom(folder / "wide.dcm", VOLUME, Rows=65535, Columns=65535)
+    write_ct(folder / "empty.dcm", VOLUME, PixelData=None)
+    write_ct(folder / "frames.dcm", VOLUME, NumberOfFrames=100_000)
+    write_ct(folder / "wide.dcm", VOLUME, Rows=65535, Columns=65535)
     (folder / "text.dcm").write_text("no scan")
     part = fits.PrimaryHDU(VOLUME)
     part.writeto(folder / "cut.fits")
@@ -384,7 +387,7 @@ def test_damaged_files_are_named_and_left_out(tmp_path: Path) -> None:
             open_source(f"{kind}:{tmp_path}")
     tifffile.imwrite(tmp_path / "good.tif", VOLUME, photometric="minisblack")
     nibabel.save(nibabel.Nifti1Image(VOLUME, np.eye(4)), tmp_path / "good.nii")
-    write_dicom(tmp_path / "good.dcm", VOLUME)
+    write_ct(tmp_path / "good.dcm", VOLUME)
     fits.writeto(tmp_path / "good.fits", VOLUME)
     found = dict(
         left for kind in ("tiff", "nifti", "dicom", "fits") for left in open_source(f"{kind}:{tmp_path}").unreadable
@@ -531,7 +534,7 @@ def test_files_of_another_depth_are_named(tmp_path: Path) -> None:
 def test_unknown_values_are_those_after_slope_and_intercept(tmp_path: Path) -> None:
     values = VOLUME[:, :, :].clip(-1023, 3000).astype(np.int32)
     values[:, 0] = -1024
-    write_dicom(tmp_path / "a.dcm", values, PixelPaddingValue=0)
+    write_ct(tmp_path / "a.dcm", values, PixelPaddingValue=0)
     source = open_source(tmp_path / "a.dcm")
     assert "--data.unknown=-1024" in "".join(source.reading_warnings)
     pixels = np.asarray(prepare(source, Data(unknown="-1024", held_out=0)).train.pixels)

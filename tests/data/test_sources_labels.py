@@ -13,7 +13,8 @@ import pytest
 from PIL import Image
 
 import unfog
-from conftest import TRANSFORMER
+from conftest import FEW_PICTURES, TRANSFORMER
+from image_bytes import random_png as png
 from unfog.config.presets import preset
 from unfog.config.requests.pack import PackRequest
 from unfog.config.validate import check_request
@@ -27,12 +28,6 @@ from unfog.errors import RequestError
 from unfog.pipeline.load_data import load_images
 from unfog.pipeline.pack import pack
 from unfog.process.signals import StopSignals
-
-
-def png(i: int) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(np.random.default_rng(i).integers(0, 256, (8, 8, 3), np.uint8)).save(file, "PNG")
-    return file.getvalue()
 
 
 def fill(folder: Path, names: list[str]) -> Path:
@@ -452,15 +447,7 @@ def test_train_with_a_relative_table_and_resume_from_elsewhere(
 ) -> None:
     write(tmp_path / "kinds.csv", "file,label\n" + ROWS)
     monkeypatch.chdir(tmp_path)
-    settings = {
-        "size": 8,
-        "batch": 4,
-        "network": TRANSFORMER,
-        "device": "cpu",
-        "precision": "fp32",
-        "preview": {"every": 0, "images": 1},
-        "sampler": {"steps": 2},
-    }
+    settings = {"size": 8, "batch": 4, "network": TRANSFORMER, "device": "cpu", "precision": "fp32", **FEW_PICTURES}
     run = unfog.train("photos", out="run", steps=2, data={"labels": "kinds.csv"}, **settings)
     assert tuple(run.classes) == ("cat", "dog")
     assert f'labels = "{tmp_path / "kinds.csv"}"' in (tmp_path / "run/config.toml").read_text()

@@ -18,6 +18,7 @@ from PIL import Image
 
 import unfog
 from conftest import FEW_PICTURES, TRANSFORMER
+from image_bytes import random_png as png
 from unfog.config.validate import check_source
 from unfog.data import decode_pool as bulk
 from unfog.data.decode import decode
@@ -35,13 +36,6 @@ pytestmark = pytest.mark.slow
 
 pytest.importorskip("aiohttp")
 pytest.importorskip("s3fs")
-
-
-def png(i: int, side: int = 16) -> bytes:
-    pixels = np.random.default_rng(i).integers(0, 256, (side, side, 3), np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
 
 
 def tar(images: range) -> bytes:
@@ -153,15 +147,7 @@ def test_s3_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("bucket")
 def test_train_from_s3_and_resume(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     url = "s3://pictures/sets/set-{000..002}.tar"
-    settings = {
-        "size": 8,
-        "batch": 4,
-        "network": TRANSFORMER,
-        "device": "cpu",
-        "precision": "fp32",
-        "preview": {"every": 0, "images": 1},
-        "sampler": {"steps": 2},
-    }
+    settings = {"size": 8, "batch": 4, "network": TRANSFORMER, "device": "cpu", "precision": "fp32", **FEW_PICTURES}
     run = unfog.train(url, out=tmp_path / "run", steps=2, **settings)
     assert "20 images in 2 classes; 20 used" in capfd.readouterr().err
     assert tuple(run.classes) == ("cat", "dog")

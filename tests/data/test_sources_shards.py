@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from image_bytes import random_png as png
 from unfog.config.presets import preset
 from unfog.config.validate import check_source
 from unfog.data.sources import storage
@@ -33,12 +34,6 @@ from unfog.data.webdataset.tar import DamagedTarError, TarMember
 from unfog.errors import RequestError
 from unfog.pipeline.load_data import load_images
 from unfog.process.signals import StopSignals
-
-
-def png(i: int, side: int = 16) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(np.random.default_rng(i).integers(0, 256, (side, side, 3), np.uint8)).save(file, "PNG")
-    return file.getvalue()
 
 
 def shard(path: Path, files: list[tuple[str, bytes]], format: int = tarfile.PAX_FORMAT) -> Path:
@@ -289,7 +284,12 @@ def test_folders_in_shards_are_classes_and_shards_are_not(tmp_path: Path) -> Non
 
 
 def test_what_goes_with_a_picture_is_no_picture(tmp_path: Path) -> None:
-    files = [("1.jpg", png(1)), ("1.seg.png", png(2)), ("2.left.png", png(3)), ("2.right.png", png(4))]
+    files = [
+        ("1.jpg", png(1)),
+        ("1.seg.png", png(2)),
+        ("2.left.png", png(3)),
+        ("2.right.png", png(4)),
+    ]
     source = open_source(shard(tmp_path / "a.tar", files))
     assert [name[6:] for name in source.names] == ["1.jpg", "2.left.png", "2.right.png"]
     assert source.ignored == {".seg.png": 1}
@@ -308,7 +308,9 @@ def test_folders_are_kept_in_the_index(tmp_path: Path) -> None:
     where = ["", "cats", "cats/wild", "dogs", "käse\udcff"]
     for k in range(3):
         shard(
-            tmp_path / f"s/{k}.tar", [(f"{where[(i + k) % 5]}/{i}.png", png(i)) for i in range(7)], tarfile.GNU_FORMAT
+            tmp_path / f"s/{k}.tar",
+            [(f"{where[(i + k) % 5]}/{i}.png", png(i)) for i in range(7)],
+            tarfile.GNU_FORMAT,
         )
     for _ in range(2):  # as it is built, and as it is found
         source = open_source(tmp_path / "s")

@@ -14,18 +14,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from image_bytes import random_png as png
 from unfog.config.validate import check_source
 from unfog.data.sources import zip_archive as zips
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.labels import read_labels
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
-
-
-def png(i: int) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(np.random.default_rng(i).integers(0, 256, (16, 16, 3), np.uint8)).save(file, "PNG")
-    return file.getvalue()
 
 
 def put(path: Path, members: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> Path:
@@ -57,7 +52,11 @@ def test_a_zip_is_what_its_folder_would_be(tmp_path: Path) -> None:
 
 
 def test_names_as_other_programs_write_them(tmp_path: Path) -> None:
-    put(tmp_path / "a.zip", {"./cats\\b.png": png(0), "/cats/a.png": png(1), "käse/ü.png": png(2)}, zipfile.ZIP_STORED)
+    put(
+        tmp_path / "a.zip",
+        {"./cats\\b.png": png(0), "/cats/a.png": png(1), "käse/ü.png": png(2)},
+        zipfile.ZIP_STORED,
+    )
     source = open_source(tmp_path / "a.zip")
     assert source.names == ["cats/a.png", "cats/b.png", "käse/ü.png"]
     assert np.array_equal(np.asarray(source.open(1)), np.asarray(Image.open(io.BytesIO(png(0)))))

@@ -11,7 +11,7 @@ import torch
 from diffusers import DPMSolverMultistepScheduler, EulerDiscreteScheduler, UniPCMultistepScheduler
 from torch import Tensor
 
-from gaussians import normal
+from gaussians import gaussian_denoiser, gaussian_flow, normal
 from test_sampler import CASES, MEAN, STD, compare, exact_denoiser, fake_network, trailing, twin
 from unfog.config.validate import check_sampler
 from unfog.diffusion.denoiser import Denoiser
@@ -60,11 +60,10 @@ def before_last_step(denoise: Callable, path: Path, schedule: Schedule, sampler:
 
 
 def exact_map(path: Path, schedule: Schedule, steps: int) -> Tensor:
-    """Where the Gaussian's ODE leads from that noise: (x - alpha MEAN) / sqrt(alpha^2 STD^2 + sigma^2) is constant."""
+    """Where the Gaussian's ODE leads from that noise."""
     levels = noise_levels(schedule, steps, "logsnr")
-    (alpha0, sigma0), (alpha1, sigma1) = path(levels[0]), path(levels[-2])
-    standard = (sigma0 * normal(64, 1, 2, 2)() - alpha0 * MEAN) / (alpha0**2 * STD**2 + sigma0**2).sqrt()
-    return alpha1 * MEAN + (alpha1**2 * STD**2 + sigma1**2).sqrt() * standard
+    noise = path(levels[0])[1] * normal(64, 1, 2, 2)()
+    return gaussian_flow(MEAN, STD, path, noise, (levels[0], levels[-2]))
 
 
 def rms(x: Tensor) -> float:
@@ -420,8 +419,7 @@ def kept_variance(sampler: Sampler, std: float) -> float:
     """Share of the variance of Gaussian detail of this deviation that sampling keeps with the exact denoiser."""
 
     def exact(x: Tensor, logsnr: Tensor) -> Tensor:
-        alpha, sigma = Flow()(logsnr[:, None, None, None].double())
-        return alpha * std**2 / (alpha**2 * std**2 + sigma**2) * x
+        return gaussian_denoiser(0.0, std, Flow(), x, logsnr.double())
 
     one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
     return float((sampler(exact, Flow(), LogitNormal(), lambda: one) / std).square())

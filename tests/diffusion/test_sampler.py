@@ -10,7 +10,7 @@ import torch
 from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler
 from torch import Tensor
 
-from gaussians import gaussian_denoiser, normal
+from gaussians import gaussian_denoiser, gaussian_flow, normal
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import (
@@ -50,12 +50,9 @@ def error_before_last_step(kind: str, path: Path, schedule: Schedule, steps: int
         normal(16, 1, 2, 2),
         lambda step: seen.append((step.logsnr, step.x_t)),
     )
-    (alpha0, sigma0), (alpha1, sigma1) = (path(torch.tensor(seen[i][0], dtype=torch.float64)) for i in (0, -1))
-    x0, x1 = seen[0][1], seen[-1][1]
-    # (x - alpha MEAN) / sqrt(alpha^2 STD^2 + sigma^2) is constant along a solution.
-    standard = (x0 - alpha0 * MEAN) / (alpha0**2 * STD**2 + sigma0**2).sqrt()
-    exact = alpha1 * MEAN + (alpha1**2 * STD**2 + sigma1**2).sqrt() * standard
-    return (x1 - exact).square().mean().sqrt().item()
+    start, end = (torch.tensor(seen[i][0], dtype=torch.float64) for i in (0, -1))
+    exact = gaussian_flow(MEAN, STD, path, seen[0][1], (start, end))
+    return (seen[-1][1] - exact).square().mean().sqrt().item()
 
 
 @pytest.mark.slow
@@ -280,11 +277,7 @@ def test_zero_terminal_snr_starts_from_pure_noise_and_finds_the_brightness(kind:
     schedule = Cosine(zero_terminal=True)
     seen: list[tuple[float, Tensor]] = []
 
-    def denoise(x: Tensor, logsnr: Tensor) -> Tensor:
-        alpha, sigma = path(logsnr[:, None, None, None])
-        return 0.8 + 0.01 * alpha * (x - alpha * 0.8) / ((alpha * 0.1) ** 2 + sigma**2)
-
-    draw = normal(64, 1, 8, 8)
+    denoise, draw = partial(gaussian_denoiser, 0.8, 0.1, path), normal(64, 1, 8, 8)
     sampler = Sampler(kind, 10, clip=False)  # type: ignore[arg-type]
     x = sampler(denoise, path, schedule, draw, lambda step: seen.append((step.logsnr, step.x_t)))
     assert seen[0][0] == -math.inf

@@ -9,20 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tiny_networks import NETWORKS
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
 from unfog.models.network_settings import build_model, take_conditions
-from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.values.condition_format import ConditionFormat
 from unfog.values.conditions import Conditions
-
-NETWORKS = {
-    "unet": UNet(channels=(8, 16), attention=(False, True), norm_groups=4, head_channels=8),
-    "mpunet": MPUNet(channels=(8, 16), attention=(False, True), head_channels=8),
-    "dit": DiT(width=16, depth=1, head_channels=8),
-}
 
 
 class Pixelwise(nn.Module):

@@ -5,6 +5,7 @@ A shortcut for tests of every command there, which this machine cannot run. It i
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -15,10 +16,21 @@ from PIL import Image
 
 from conftest import QUIET, TRANSFORMER
 from no_posix import THEN
+from package_source import trees
 
 PROGRAM = Path(__file__).parents[1] / "no_posix.py"
 SIZE = ["--network", TRANSFORMER, "--size", "16"]
 RUN = [*SIZE, "--batch", "4", "--device", "cpu", *QUIET]
+
+
+def test_fields_of_files_that_windows_lacks_are_not_taken_for_granted():
+    lacking = {"st_blocks", "st_blksize", "st_rdev", "st_flags"}
+    found = {
+        path: {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        for path, tree in trees().items()
+    }
+    assert len(found) > 30
+    assert [path for path, names in found.items() if names & lacking] == []
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ pytest.importorskip("playwright", reason="playwright is not installed: pip insta
 pytest.importorskip("starlette", reason="starlette is not installed: pip install 'unfog[serve]'")
 pytest.importorskip("orjson", reason="orjson is not installed: pip install 'unfog[serve]'")
 
-from browsers import CHROMIUM, WatchedPage, open_browser, serving
+from browsers import IN_A_BROWSER, WatchedPage, axe_violations, open_browser, serving
 from conftest import NETWORK, few_images
 from faults.mounts import SmallDisk
 from unfog.config.schema import Config
@@ -29,12 +29,7 @@ from unfog.reporting.recorder import Recorder
 from unfog.reporting.report import write_report
 from waiting import wait_until
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed: apt-get install chromium"),
-    pytest.mark.may_fail("a browser animates and fetches by the clock, which a busy machine delays"),
-]
-AXE = Path(__file__).parents[1] / "vendored" / "axe.min.js"
+pytestmark = [pytest.mark.slow, *IN_A_BROWSER]
 CANVASES = "document.querySelectorAll('unfog-chart canvas').length"
 # Whether every chart that is seen has pixels of a curve, rather than an empty frame.
 DRAWN = """[...document.querySelectorAll('unfog-chart canvas')].every((canvas) => {
@@ -113,13 +108,6 @@ def settle(page):
     page.wait_for_timeout(300)
 
 
-def violations(page):
-    """What axe finds, in a line each. It is evaluated by the debugger, which the page's policy does not bind."""
-    page.evaluate(AXE.read_text())
-    found = page.evaluate("axe.run(document, {resultTypes: ['violations']}).then((r) => r.violations)")
-    return [f"{one['id']}: {node['target']} {node['html'][:120]}" for one in found for node in one["nodes"][:3]]
-
-
 def test_a_report_opens_from_its_folder_and_asks_for_nothing(browser, runs):
     watched = WatchedPage(browser)
     page = watched.page
@@ -150,10 +138,10 @@ def test_axe_finds_nothing(browser, address, runs, scheme):
         settle(page)
         page.evaluate("document.querySelectorAll('details').forEach((part) => (part.open = true))")
         page.wait_for_timeout(500)
-        found[name] = violations(page)
+        found[name] = axe_violations(page)
     page.goto(write_report(runs / "first").as_uri())
     settle(page)
-    found["report"] = violations(page)
+    found["report"] = axe_violations(page)
     assert found == {name: [] for name in found}
     assert watched.troubles == []
 

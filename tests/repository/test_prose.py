@@ -20,7 +20,6 @@ PAGES = [
 ]
 # How-to pages without a picture, and why.
 WITHOUT_PICTURE = {
-    "arrays.md": "values of arrays are numbers; the table gives their errors",
     "conditions.md": "the gallery shows samples by number",
     "distributed.md": "about processes",
     "extending/": "about code",
@@ -29,7 +28,6 @@ WITHOUT_PICTURE = {
     "microscopy-and-medical.md": "reads files; no scan with a licence for this repository is at hand",
     "python.md": "about code",
     "satellites.md": "reads bands of numbers; no scene with a licence for this repository is at hand",
-    "simulations.md": "fields are numbers; arrays.md has the errors",
     "trackers.md": "the pictures are those of other programs",
 }
 

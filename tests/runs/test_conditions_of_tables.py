@@ -1,9 +1,5 @@
 """Numbers, categories, several and vectors of a table, from training to samples."""
 
-import os
-import signal
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +7,7 @@ from PIL import Image
 
 import unfog
 from conftest import FEW_PICTURES, NETWORK
-from launches import ended, launched, output, workers  # noqa: F401  a fixture
+from launches import ended, kill_after_checkpoint, launched, output  # noqa: F401  a fixture
 from unfog.cli.main import main
 from unfog.errors import RequestError
 from unfog.inference.run import Run
@@ -213,12 +209,7 @@ def test_two_ranks_with_conditions_that_are_killed_end_as_if_nothing_had_happene
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert output(launched(2, "train", whole, *words, images=cells)).count("condition age: number") == 1
     process = launched(2, "train", killed, *words, images=cells)
-    while not (killed / "checkpoints" / "00000003").is_dir():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-    for worker in workers(process).values():
-        os.kill(worker, signal.SIGKILL)
-    process.communicate()
+    kill_after_checkpoint(killed, 3, process)
     output(launched(2, "resume", killed))
     for name in ("model.safetensors", "ema.safetensors"):
         first, second = (run / "checkpoints" / "00000012" / name for run in (whole, killed))

@@ -8,20 +8,15 @@ from PIL import Image
 import unfog
 from conftest import FEW_PICTURES
 from random_weights import randomized
+from tiny_networks import NETWORKS
 from unfog.config.schema import Config
 from unfog.data.settings import Data
 from unfog.errors import RequestError
-from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.pipeline.build import build_network
 from unfog.runs.weights.weights_source import WeightsSource
 from unfog.values.condition_kinds import ColumnFacts
 from unfog.values.conditions import Conditions
 
-NETWORKS = {
-    "unet": UNet(channels=(8, 16), attention=(False, True), norm_groups=4, head_channels=8),
-    "mpunet": MPUNet(channels=(8, 16), attention=(False, True), head_channels=8),
-    "dit": DiT(width=32, depth=1, head_channels=8, patch=2),
-}
 H, W = 8, 16
 AGE = ColumnFacts("age", "number", statistics=(50.0, 20.0, 20.0, 89.0))
 GREY = ColumnFacts("grey", "grey", statistics=(1.0, H, W))

@@ -10,6 +10,7 @@ from PIL import Image
 
 import unfog
 from random_weights import randomized
+from tiny_networks import NETWORKS
 from unfog.data.augmentation import AugmentWithConditions
 from unfog.data.packs.latent_cache import Normalise
 from unfog.errors import RequestError
@@ -17,7 +18,6 @@ from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder
 from unfog.models.image_conditions import ImageInput
 from unfog.models.network_settings import build_model
-from unfog.models.settings import SIZES, DiT, MPUNet
 from unfog.pipeline.latents import save_autoencoder
 from unfog.values.condition_format import ConditionFormat
 from unfog.values.condition_kinds import ColumnFacts
@@ -25,11 +25,6 @@ from unfog.values.conditions import Conditions
 
 H, W, FACTOR = 16, 32, 4
 NEVER = {"every": -1}
-NETWORKS = {
-    "unet": SIZES["tiny"],
-    "mpunet": MPUNet(channels=(16, 32), attention=(0, 1), blocks=1),
-    "dit": DiT(width=32, depth=1, head_channels=16, patch=2),
-}
 FACTS = (ColumnFacts("grey", "grey", statistics=(1.0, H, W)), ColumnFacts("mask", "mask", ("a", "b"), (1.0, H, W)))
 
 

@@ -1,18 +1,14 @@
 """Images as conditions in several processes that are killed, and in compiled networks."""
 
-import os
-import signal
-import time
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from launches import ended, launched, output, workers  # noqa: F401  a fixture
+from launches import ended, kill_after_checkpoint, launched, output  # noqa: F401  a fixture
 from random_weights import randomized
+from tiny_networks import NETWORKS
 from unfog.models.network_settings import build_model
-from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.training.checkpoints.load import read_tensors
 from unfog.values.condition_format import ConditionFormat
 from unfog.values.condition_kinds import ColumnFacts
@@ -24,11 +20,6 @@ FACTS = (
     ColumnFacts("hole", "hole", statistics=(3.0, H, W)),
     ColumnFacts("mask", "mask", ("a", "b"), (1.0, H, W)),
 )
-NETWORKS = {
-    "unet": UNet(channels=(8, 16), attention=(0, 1), blocks=1, head_channels=8, norm_groups=4),
-    "mpunet": MPUNet(channels=(8, 16), attention=(0, 1), blocks=1, head_channels=8),
-    "dit": DiT(width=32, depth=1, head_channels=16, patch=2),
-}
 
 
 @pytest.mark.slow
@@ -49,12 +40,7 @@ def test_two_ranks_with_images_that_are_killed_end_as_one_process_would(tmp_path
     for name, count in (("one", 1), ("two", 2)):
         output(launched(count, "train", runs[name], *words, images=tmp_path / "images"))
     process = launched(2, "train", runs["killed"], *words, images=tmp_path / "images")
-    while not (runs["killed"] / "checkpoints" / "00000003").is_dir():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-    for worker in workers(process).values():
-        os.kill(worker, signal.SIGKILL)
-    process.communicate()
+    kill_after_checkpoint(runs["killed"], 3, process)
     output(launched(2, "resume", runs["killed"]))
     for file in ("model.safetensors", "ema.safetensors"):
         found = {name: run / "checkpoints" / "00000009" / file for name, run in runs.items()}

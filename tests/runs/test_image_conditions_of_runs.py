@@ -7,11 +7,12 @@ from PIL import Image
 
 import unfog
 from conftest import FEW_PICTURES, NETWORK
+from tiny_networks import NETWORKS
 from unfog.cli.main import main
 from unfog.data.settings import Data
 from unfog.errors import RequestError
 from unfog.models.network_settings import build_model
-from unfog.models.settings import SIZES, DiT, MPUNet
+from unfog.models.settings import SIZES
 from unfog.pipeline.load_data import check_image_conditions
 from unfog.values.columns import Column
 from unfog.values.condition_format import ConditionFormat, conditions_of, facts_of
@@ -20,11 +21,6 @@ from unfog.values.conditions import Conditions
 
 NEVER = {"every": -1}
 TINY = {"network": NETWORK, "batch": 8, "device": "cpu", "evaluate": NEVER, "size": "16x8", **FEW_PICTURES}
-NETWORKS = {
-    "unet": SIZES["tiny"],
-    "mpunet": MPUNet(channels=(16, 32), attention=(0, 1), blocks=1),
-    "dit": DiT(width=32, depth=1, head_channels=16, patch=2),
-}
 
 
 def grey_values(shape):

@@ -11,7 +11,7 @@ pytest.importorskip("playwright", reason="playwright is not installed: pip insta
 pytest.importorskip("starlette", reason="starlette is not installed: pip install 'unfog[serve]'")
 pytest.importorskip("orjson", reason="orjson is not installed: pip install 'unfog[serve]'")
 
-from browsers import CHROMIUM, WatchedPage, open_browser, serving
+from browsers import IN_A_BROWSER, WatchedPage, open_browser, serving
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
 from unfog.reporting.channel_sheets import encode_channels
@@ -22,11 +22,7 @@ from unfog.reporting.report import write_report
 from unfog.values.colour_map import colour_table, with_checkers
 from waiting import wait_until
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed: apt-get install chromium"),
-    pytest.mark.may_fail("a browser animates and fetches by the clock, which a busy machine delays"),
-]
+pytestmark = [pytest.mark.slow, *IN_A_BROWSER]
 PLANES = np.random.default_rng(3).integers(0, 256, (6, 5, 24, 16), np.uint8)
 KNOWN = np.random.default_rng(4).random(PLANES.shape) < 0.7
 KNOWN[:, 3:5] = True

@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 
 pytest.importorskip("orjson")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from hostile import CONTENTS
+from image_bytes import png
 from served import make_run
 from unfog.cli.read_request import read_request as from_words
 from unfog.errors import RequestError, RunError
@@ -93,15 +93,6 @@ def wait(job, state="done", seconds=120):
     wait_until(lambda: job.state in ended, seconds)
     assert job.state == state, (job.state, job.error)
     return job
-
-
-def png(pixels, **text):
-    info = PngInfo()
-    for name, value in text.items():
-        info.add_text(name, value)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG", pnginfo=info)
-    return file.getvalue()
 
 
 # History

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,16 +11,11 @@ pytest.importorskip("starlette", reason="starlette is not installed: pip install
 pytest.importorskip("orjson", reason="orjson is not installed: pip install 'unfog[serve]'")
 
 import unfog
-from browsers import CHROMIUM, WatchedPage, open_browser, serving
+from browsers import IN_A_BROWSER, WatchedPage, axe_violations, open_browser, serving
 from conftest import NETWORK, few_images
 from waiting import wait_until
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed: apt-get install chromium"),
-    pytest.mark.may_fail("a browser animates and fetches by the clock, which a busy machine delays"),
-]
-AXE = Path(__file__).parents[1] / "vendored" / "axe.min.js"
+pytestmark = [pytest.mark.slow, *IN_A_BROWSER]
 PLAYGROUND = "document.querySelector('unfog-playground')"
 STATE = f"{PLAYGROUND}.job?.state"
 _PIXELS = """[...(() => {
@@ -375,17 +369,11 @@ def test_axe_finds_nothing_and_a_phone_needs_no_horizontal_scroll(browser, addre
         found = {}
         for pane in ("Grid of two settings", "Blind comparison", "Pictures"):
             page.click(f".result button:has-text('{pane}')")
-            found[pane] = _violations(page)
+            found[pane] = axe_violations(page)
         page.click("text=Paint into it")
         page.wait_for_selector(".mask canvas")
-        found["mask"] = _violations(page)
+        found["mask"] = axe_violations(page)
         assert found == {name: [] for name in found}
         assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
         assert watched.troubles == []
         watched.context.close()
-
-
-def _violations(page):
-    page.evaluate(AXE.read_text())
-    found = page.evaluate("axe.run(document, {resultTypes: ['violations']}).then((r) => r.violations)")
-    return [f"{one['id']}: {node['target']} {node['html'][:160]}" for one in found for node in one["nodes"][:3]]

@@ -1,7 +1,5 @@
 """Conditions in the playground: what the page may ask for, and its fields in a real Chromium."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,7 @@ pytest.importorskip("starlette", reason="starlette is not installed: pip install
 pytest.importorskip("orjson", reason="orjson is not installed: pip install 'unfog[serve]'")
 
 import unfog
-from browsers import CHROMIUM, WatchedPage, open_browser, serving
+from browsers import WatchedPage, axe_violations, in_a_browser, open_browser, serving
 from conftest import NETWORK
 from unfog.errors import RequestError
 from unfog.serve.playground.drawing import command_of, python_of, read_request, settings_of
@@ -17,7 +15,6 @@ from unfog.serve.run_files import conditions_of
 from waiting import wait_until
 
 PLAYGROUND = "document.querySelector('unfog-playground')"
-AXE = Path(__file__).parents[1] / "vendored" / "axe.min.js"
 GIVEN = ["age=60", "markers=thin, dark;red", "place=0.1;0.2", "stain=HE"]
 
 
@@ -70,8 +67,7 @@ def test_a_configuration_of_somebody_else_has_no_conditions(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed: apt-get install chromium")
-@pytest.mark.may_fail("a browser animates and fetches by the clock, which a busy machine delays")
+@in_a_browser
 def test_each_kind_has_a_field_and_the_history_keeps_its_value(run):
     pytest.importorskip("playwright", reason="playwright is not installed: pip install 'unfog[dev]'")
     with serving(run.path.parent) as (address, _), open_browser() as browser:
@@ -107,9 +103,7 @@ def test_each_kind_has_a_field_and_the_history_keeps_its_value(run):
         assert sorted(page.evaluate(f"{PLAYGROUND}.job.settings.given")) == sorted(told)
         assert "stain=HE" in page.locator(".history").inner_text()
         assert "negative dark mauve" in page.locator(".history").inner_text()
-        page.evaluate(AXE.read_text())
-        found = page.evaluate("axe.run(document, {resultTypes: ['violations']}).then((r) => r.violations)")
-        assert [node["html"] for one in found for node in one["nodes"]] == []
+        assert axe_violations(page) == []
         markers.get_by_role("button", name="none").click()
         assert "none of them" in markers.inner_text()
         markers.get_by_role("button", name="clear markers").click()

@@ -15,7 +15,8 @@ from PIL import Image
 
 import unfog
 from conftest import NETWORK, few_images
-from studio_jobs import Said, draw, pixels, png
+from image_bytes import png
+from studio_jobs import Said, draw, pixels
 from unfog.config.toml import to_toml
 from unfog.errors import RequestError, RunError
 from unfog.inference import memorization

@@ -1,7 +1,6 @@
 """Conditions that are images in the playground: uploads, painted masks, what is drawn, history; and runs on arrays."""
 
 import io
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +10,10 @@ pytest.importorskip("starlette", reason="starlette is not installed: pip install
 pytest.importorskip("orjson", reason="orjson is not installed: pip install 'unfog[serve]'")
 
 import unfog
-from browsers import CHROMIUM, WatchedPage, open_browser, serving
+from browsers import WatchedPage, axe_violations, in_a_browser, open_browser, serving
 from conftest import NETWORK
-from studio_jobs import draw, pixels, png
+from image_bytes import png
+from studio_jobs import draw, pixels
 from unfog.errors import RequestError
 from unfog.reporting.channel_sheets import decode_channels
 from unfog.serve.playground.drawing import command_of, python_of, read_request
@@ -26,7 +26,6 @@ from unfog.values.condition_format import ColumnFacts
 from waiting import wait_until
 
 PLAYGROUND = "document.querySelector('unfog-playground')"
-AXE = Path(__file__).parents[1] / "vendored" / "axe.min.js"
 SETTINGS = {"network": NETWORK, "device": "cpu", "precision": "fp32", "batch": 8, "preview": {"every": -1}}
 
 
@@ -52,12 +51,6 @@ def labels(seed=1):
 
 def column(run, name):
     return check_pictures(conditions_of(run.path), {name: 1})[name]
-
-
-def file_of(image):
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
 
 
 @pytest.mark.slow
@@ -135,7 +128,7 @@ def test_a_painted_mask_becomes_the_file_that_the_run_reads(names):
 def test_transparent_pixels_of_an_upload_are_shown_as_a_hole(run):
     picture = np.random.default_rng(0).integers(0, 256, (8, 12, 4), np.uint8)
     picture[..., 3] = np.where(np.arange(12) < 5, 0, 255)
-    seen = np.asarray(Image.open(io.BytesIO(condition_view(file_of(Image.fromarray(picture)), column(run, "hole")))))
+    seen = np.asarray(Image.open(io.BytesIO(condition_view(png(picture), column(run, "hole")))))
     assert np.array_equal(seen[..., 3], picture[..., 3])
     assert np.array_equal(seen[:, 5:, :3], picture[:, 5:, :3])
 
@@ -148,7 +141,7 @@ def test_a_hole_of_a_picture_that_its_exif_turns_is_where_it_is_seen(run):
     exif[0x0112] = 6  # a quarter of a turn clockwise shows it upright
     file = io.BytesIO()
     turned.save(file, "PNG", exif=exif)
-    data, facts = [file_of(Image.fromarray(picture)), file.getvalue()], column(run, "hole")
+    data, facts = [png(picture), file.getvalue()], column(run, "hole")
     assert condition_view(data[1], facts) == condition_view(data[0], facts)
     upright, seen = (draw(run, given={"hole": one}).of("began")[0].body for one in data)
     assert seen == upright
@@ -186,8 +179,7 @@ def test_a_run_on_arrays_is_drawn_as_a_view_with_its_values(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed: apt-get install chromium")
-@pytest.mark.may_fail("a browser animates and fetches by the clock, which a busy machine delays")
+@in_a_browser
 def test_a_mask_is_uploaded_painted_and_drawn_again_from_the_history(run, tmp_path):
     pytest.importorskip("playwright", reason="playwright is not installed: pip install 'unfog[dev]'")
     good, bad = tmp_path / "good.png", tmp_path / "bad.png"
@@ -225,9 +217,7 @@ def test_a_mask_is_uploaded_painted_and_drawn_again_from_the_history(run, tmp_pa
         })()"""
         wanted = np.asarray(run.sample(1, given={"mask": painted}))[0]
         wait_until(lambda: np.array_equal(np.array(page.evaluate(shown)).reshape(8, 12, 4)[..., :3], wanted), 60)
-        page.evaluate(AXE.read_text())
-        found = page.evaluate("axe.run(document, {resultTypes: ['violations']}).then((r) => r.violations)")
-        assert [node["html"] for one in found for node in one["nodes"]] == []
+        assert axe_violations(page) == []
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         mask.get_by_role("button", name="clear mask").click()
         page.click("button.accent")

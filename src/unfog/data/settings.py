@@ -153,7 +153,7 @@ class Data:
         paper="Karras et al. 2022, appendix F",
         see="docs/guide.md",
     )
-    """Chance of each flip, turn, zoom, stretch, shift. Samples show none. 0.15 for few images."""
+    """Augment each image with this probability. Samples are not affected. Try 0.15 for a small set."""
     upright: float = setting(
         0.0,
         at_least=0,
@@ -175,7 +175,7 @@ class Data:
     roll: bool = setting(True, resume="free", added_later=True)
     """With `wrap`: move each training image around its edges by a random number of pixels."""
     held_out: float = setting(0.05, at_least=0, at_most=0.5, usual="0.05", affects="objective", resume="force")
-    """Fraction kept from training to measure it; at most 1,000 images, none of fewer than 100; 0 = none."""
+    """Fraction kept from training to measure it; at most 1,000 images. Sets of fewer than 100 keep none back."""
     cache: Literal["auto", "memory", "disk", "none"] = setting(AUTO, auto=AUTO, affects="nothing", resume="free")
     """Place of decoded images: "disk" = a pack that later runs reuse; "none" = each is decoded when drawn."""
     cache_limit: str = setting("10gb", affects="nothing", resume="free")

@@ -26,7 +26,8 @@ class ColumnEmbedding(nn.Module):
     Args:
         columns: facts on the columns, which standardise the numbers.
         layer: makes the linear layer of so many inputs.
-        balanced: scale the features of each column to the same power, with a mean of 1 over all inputs.
+        balanced: scale the features of each column to the same power, with a mean of 1 over all inputs; for layers
+            whose weights have a fixed length. Otherwise new weights are scaled.
     """
 
     scale: Tensor
@@ -58,6 +59,9 @@ class ColumnEmbedding(nn.Module):
         for name, values in buffers.items():
             self.register_buffer(name, torch.tensor(values, dtype=torch.float32), persistent=False)
         self.linear = layer(len(buffers["scale"]))
+        if not balanced and isinstance(self.linear, nn.Linear):
+            with torch.no_grad():
+                self.linear.weight.mul_(_begin([one for each in of.values() for one in each], self.linear.weight))
 
     def forward(self, told: Conditions, count: int, dtype: torch.dtype) -> Tensor:
         """Return the embedding [B, width] of `count` images; a field that is absent is known of none of them."""
@@ -131,3 +135,17 @@ def _scales(columns: Sequence[tuple[str, ColumnFacts]], balanced: bool) -> list[
     powers = [_POWER[name](one) if balanced else sum(inputs) / len(columns) for name, one in columns]
     shares = [(sum(inputs) / len(columns) / power) ** 0.5 for power in powers]
     return [share for share, size in zip(shares, inputs) for _ in range(size)]
+
+
+def _begin(columns: Sequence[ColumnFacts], weight: Tensor) -> Tensor:
+    """Return the factor of each input of new weights [width, inputs] that torch drew for a linear layer.
+
+    Then a column begins as if it were alone: numbers as a linear layer of theirs, and categories as an embedding, whose
+    vectors have deviation 1; of several, their sum has. Otherwise 300 categories would begin with 0.03, and be learned
+    slowly.
+    """
+    total = weight.shape[1]
+    alike = ("category", "several")
+    factors = [(3 * total / _POWER[one.kind](one) if one.kind in alike else total / one.inputs) for one in columns]
+    each = [factor**0.5 for factor, one in zip(factors, columns) for _ in range(one.inputs)]
+    return torch.tensor(each, device=weight.device)

@@ -10,6 +10,7 @@ import io
 import json
 import math
 import os
+import shutil
 import socket
 import threading
 import tomllib
@@ -63,9 +64,8 @@ def machine_use(run: Path) -> dict[str, int]:
         if beat.get("host") == socket.gethostname():
             pages = int(Path(f"/proc/{int(beat['pid'])}/statm").read_text().split()[1])  # Linux alone has it
             found["memory"] = pages * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, AttributeError):  # Windows has no statvfs
-        disk = os.statvfs(run)
-        found["free"] = disk.f_bavail * disk.f_frsize
+    with suppress(OSError):
+        found["free"] = shutil.disk_usage(run).free
     return found
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from unfog.data.containers.netcdf3 import MAGIC, open_netcdf3
 from unfog.data.containers.source import ContainerSource, file_bytes, unreadable
 from unfog.data.containers.stored_array import Key, StoredArray, check_type, choose
-from unfog.data.sources.arrays import file_digest
+from unfog.data.sources.arrays import sampled_digest
 from unfog.data.sources.base import ImageError
 from unfog.errors import RequestError, install_command
 from unfog.files.deflate import DEFLATE_RATIO, unpacks_to
@@ -58,7 +58,7 @@ class Hdf5Source(ContainerSource):
             raise unreadable(f"{path}:{name}", error, "restore the file, or write it anew") from None
 
     def stamp(self) -> tuple[str, int]:
-        return file_digest(Path(self.path)), file_bytes(self.path)
+        return sampled_digest(Path(self.path)), file_bytes(self.path)
 
 
 def _import_h5py() -> Any:

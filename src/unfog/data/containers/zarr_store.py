@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from unfog.data.containers.source import ContainerSource, file_bytes, unreadable
 from unfog.data.containers.store_files import FolderFiles, StoreFiles, ZipFiles
 from unfog.data.containers.stored_array import Key, StoredArray, check_type, choose
-from unfog.data.sources.arrays import file_digest
+from unfog.data.sources.arrays import sampled_digest
 from unfog.errors import RequestError, install_command
 from unfog.text import sanitize
 
@@ -75,7 +75,9 @@ class ZarrSource(ContainerSource):
 
     def stamp(self) -> tuple[str, int]:
         path = Path(self.path)
-        return FolderFiles(path).stamp(self.array_name) if path.is_dir() else (file_digest(path), file_bytes(self.path))
+        return (
+            FolderFiles(path).stamp(self.array_name) if path.is_dir() else (sampled_digest(path), file_bytes(self.path))
+        )
 
 
 def _files_of(path: str) -> StoreFiles:

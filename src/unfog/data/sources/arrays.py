@@ -62,7 +62,7 @@ class ArraySource(Source):
         self._path, self.name, self.resolved = path, name, str(path.resolve())
         try:
             images, labels, others, stored_axes = _read(path, name)
-            self._stamp = file_digest(path)
+            self._stamp = sampled_digest(path)
         except RequestError:
             raise
         except DAMAGE_ERRORS as error:
@@ -167,7 +167,7 @@ class ArraySource(Source):
         # An .npz file was read whole, so changes since do not matter; a mapped one shows them.
         if self._mapped:
             with suppress(OSError):
-                return file_digest(self._path), self._images.nbytes
+                return sampled_digest(self._path), self._images.nbytes
         return self._stamp, self._images.nbytes
 
 
@@ -218,7 +218,8 @@ def _content_digest(images: NDArray[Any], labels: NDArray[Any] | None, with_axes
     return digest.hexdigest()
 
 
-def file_digest(path: Path) -> str:
+def sampled_digest(path: Path) -> str:
+    """Return a digest of the size, the time and a sample of the bytes of a file."""
     status = path.stat()
     digest = hashlib.sha256(f"{status.st_size} {status.st_mtime_ns}".encode())
     digest.update(sample_digest(path))  # with the end of an .npz file, which has the checksums of its members

@@ -232,7 +232,7 @@ def list_only(folder: str, suffix: str) -> list[str]:
 
 
 def first_image_folder() -> str:
-    """Return the first folder in the current one that has images, by name, or "" if there is none."""
+    """Return the name of the first folder in the current one that has images; "" without such a folder."""
     # A limit, as the current folder may be a home folder with any number of entries.
     for folder in sorted(path for path in islice(Path().iterdir(), _MAX_LOOKED_AT) if path.is_dir()):
         if not folder.name.startswith(".") and folder.name not in ("runs", "doctor"):

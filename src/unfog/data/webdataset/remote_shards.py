@@ -353,8 +353,8 @@ class ByteRangeCache:
         for entry in os.scandir(self.folder):
             with suppress(OSError):  # another process has just evicted it
                 if _MEMBERS_FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                    stat = entry.stat(follow_symlinks=False)
-                    found.append((stat.st_mtime, stat.st_blocks * 512, Path(entry)))  # the size counts holes, too
+                    read = entry.stat(follow_symlinks=False).st_mtime
+                    found.append((read, disk_usage(Path(entry)), Path(entry)))
         used = sum(size for _, size, _ in found)
         limit = min(self.limit, (used + shutil.disk_usage(self.folder).free) // 2)
         if used <= limit:

@@ -45,7 +45,7 @@ _MANIFEST_BYTES = 2**24
 
 
 @dataclass
-class DrawnStep:
+class DrawingStep:
     """A step that is kept: tiles of the pictures that have made it, by number of the picture."""
 
     share: float
@@ -68,7 +68,7 @@ class Drawing:
     """True if no checkpoint was named, so that the newest one of a run that trains is drawn from."""
     state: str = "waiting"
     error: str = ""
-    steps: dict[int, DrawnStep] = field(default_factory=dict)
+    steps: dict[int, DrawingStep] = field(default_factory=dict)
     pictures: Pixels | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     """Steps, batches, seconds, network calls, device, and whether kept pixels are equal."""

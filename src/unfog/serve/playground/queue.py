@@ -17,7 +17,7 @@ import numpy as np
 from unfog.config.requests.sample import SampleRequest
 from unfog.errors import RequestError, RunError
 from unfog.serve.playground.channel import Message, Worker
-from unfog.serve.playground.drawing import Drawing, DrawnStep, job_of, key_of, newest_checkpoint
+from unfog.serve.playground.drawing import Drawing, DrawingStep, job_of, key_of, newest_checkpoint
 from unfog.serve.playground.inputs import NO_INPUTS, Inputs
 from unfog.text import sanitize
 
@@ -225,7 +225,7 @@ class DrawingQueue:
                     job.given = np.frombuffer(message.body, np.uint8).reshape(facts["given_shape"])
             case "step":
                 tiles = np.frombuffer(message.body, np.uint8).reshape(2, *facts["tiles"])
-                step = job.steps.setdefault(facts["number"], DrawnStep(facts["share"]))
+                step = job.steps.setdefault(facts["number"], DrawingStep(facts["share"]))
                 for i, (noisy, guess) in enumerate(zip(*tiles, strict=True)):
                     step.noisy[facts["first"] + i], step.guess[facts["first"] + i] = noisy, guess
                 job.computed = facts.get("time", 0.0)
