@@ -177,8 +177,8 @@ def _with_white(facts: ColumnFacts, given: _Given) -> _Given:
         if facts.kind != "mask":
             return found.astype(np.uint8) * np.uint8(255)
         pair = [int(name) for name in facts.categories if not name.startswith("#")]
-        no, yes = pair if len(pair) == 2 else (0, 1)
-        return np.where(found, yes, no)
+        false, true = pair if len(pair) == 2 else (0, 1)
+        return np.where(found, true, false)
 
     return given._replace(read=read)
 

@@ -87,9 +87,9 @@ def _sample(request: SampleRequest, stored: Config, load: Callable[[], Run]) -> 
     animation = DenoisingAnimation(diffusion.path, steps, run.show) if request.animate else None
     prepared = _prepare(request, run, asked)
     measurement, cells = prepared.measurement, prepared.cells
-    table_of_images = request.given_table is not None and bool(image_columns(stored.columns))
-    one_size = request.size or edit or measurement or strip or animation or request.to_seed is not None or cells
-    parts, digest = _parts(run, prepared, words, split=not (one_size or table_of_images))
+    of_one_size = request.size or edit or measurement or strip or animation or request.to_seed is not None or cells
+    pictures_in_table = request.given_table and image_columns(stored.columns)
+    parts, digest = _parts(run, prepared, words, split=not (of_one_size or pictures_in_table))
     if request.out is None:  # in the run, into which a stranger may have put unfinished samples of any pictures
         digest = seal_of(machine_key(), "samples", digest.encode()).hex()
     with SampleFolder.reserve(request.out, run.path / "pictures", digest) as out:
@@ -202,13 +202,13 @@ def _parts(run: Run, prepared: PreparedSampling, words: Mapping[str, object], sp
     given = {
         size: sized.config.conditions.parse(read_pictures(sized.config, words, generation.count))
         for size, sized in at_sizes.items()
-        if sizes
+        if image_columns(sized.config.columns)  # hidden ones too have the size of the bucket
     }
     for size, count in wanted:
         own = replace(generation, first=first, count=count, given=given.get(size, generation.given))
         parts.append(_Part(at_sizes[size], prepared._replace(generation=own)))
         first += count
-    if sizes:  # read at another size, a picture shows more
+    if given:  # read at another size, a picture shows more
         digest = hashlib.sha256(f"{digest} {[*given.values()]}".encode()).hexdigest()
     shares = [(part.run.config.data.size, part.prepared.generation.count) for part in parts]
     return parts, hashlib.sha256(f"{digest} {shares}".encode()).hexdigest()

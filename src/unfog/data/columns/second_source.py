@@ -310,7 +310,7 @@ def _with_shared_labels(columns: Sequence[Column]) -> list[Column]:
     if len({category.startswith("#") for category in found}) > 1:
         raise _in_colour_and_not(name)
     _check_values(name, len(found))
-    labels = tuple(sorted(found, key=lambda name: int(name[1:], 16) if name.startswith("#") else int(name)))
+    labels = tuple(sorted(found, key=lambda text: int(text[1:], 16) if text.startswith("#") else int(text)))
     unified = []
     for one in columns:
         place = np.array([*map(labels.index, one.categories), -1], np.int8)  # the last is what is not known

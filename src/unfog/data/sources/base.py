@@ -396,6 +396,24 @@ class Source(ABC):
         return i
 
 
+@dataclass(frozen=True, eq=False)
+class SecondSource:
+    """A second source, and which of its images belongs to each image."""
+
+    name: str
+    kind: str
+    """"image" or "mask"."""
+    source: Source
+    partner: NDArray[np.int64]
+    """[N], index in `source` for each image; -1 without one."""
+    whole: bool = True
+    """False for some of the images of a set, whose masks alone may have one value."""
+
+    def rows(self, index: NDArray[np.int64]) -> SecondSource:
+        """Return the second source for some of the images."""
+        return replace(self, partner=self.partner[index], whole=False)
+
+
 class SomeImages(Source):
     """Base of a source that has some of the images of another source.
 
@@ -456,21 +474,3 @@ class LazyNames(Sequence[str]):
         return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
 
     __hash__ = None  # type: ignore[assignment]
-
-
-@dataclass(frozen=True, eq=False)
-class SecondSource:
-    """A second source, and which of its images belongs to each image."""
-
-    name: str
-    kind: str
-    """"image" or "mask"."""
-    source: Source
-    partner: NDArray[np.int64]
-    """[N], index in `source` for each image; -1 without one."""
-    whole: bool = True
-    """False for some of the images of a set, whose masks alone may have one value."""
-
-    def rows(self, index: NDArray[np.int64]) -> SecondSource:
-        """Return the second source for some of the images."""
-        return replace(self, partner=self.partner[index], whole=False)
