@@ -191,7 +191,8 @@ _LORA = Advice(
 )
 _PREDICTION = Advice("give --target eps, v, x0, flow or edm", ("diffusion.target",))
 _CAPTIONS = Advice(
-    'unfog train SOURCE --condition text learns captions, and unfog sample RUN --prompt "a red heart" draws by one'
+    'unfog train SOURCE --condition text learns captions, and unfog sample RUN --prompt "a red heart" draws by one',
+    ("data.condition",),
 )
 _FILLING = Advice("unfog sample RUN --image FILE --mask FILE fills in what is white in the mask")
 _EARLY_STOPPING = Advice(
@@ -424,6 +425,13 @@ def advice_within(phrase: str) -> Advice | None:
     parts = [words[i:j] for i in range(len(words)) for j in range(i + 1, len(words) + 1)]
     parts.sort(key=len, reverse=True)
     return next((ADVICE[key] for part in parts if (key := "_".join(part)) in ADVICE), None)
+
+
+def words_for(setting: str) -> list[str]:
+    """Return the words by which people look for a setting: its names in other trainers, and those of its advice."""
+    words = [word for word, meant in USUAL.items() if meant == setting]
+    words += [word for word, advice in ADVICE.items() if setting in advice.settings]
+    return [word.replace("_", " ") for word in words]
 
 
 def usual_arguments(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
