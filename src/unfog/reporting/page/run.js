@@ -155,7 +155,7 @@ class Run extends View {
 		const most = Math.max(1, ...Object.values(classes));
 		return html`<table class="pairs">${Object.entries(fields).map(([key, value]) => html`<tr><th scope="row">${key.replaceAll("_", " ")}</th><td>${text(value)}</td></tr>`)}</table>
 			${Object.keys(classes).length ? html`<details open><summary>${count(Object.keys(classes).length)} classes</summary><ul class="classes">${Object.entries(classes).slice(0, 200).map(([name, n]) => html`<li><span>${name}</span> <meter max=${most} value=${n} aria-label="images of ${name}"></meter> ${count(n)}</li>`)}</ul></details>` : ""}
-			${skipped_count ? html`<details><summary>${count(skipped_count)} files left out</summary><ul>${skipped.map((one) => html`<li>${one}</li>`)}</ul></details>` : ""}`;
+			${skipped_count ? html`<details><summary>${count(skipped_count)} ${skipped_count === 1 ? "file" : "files"} left out</summary><ul>${skipped.map((one) => html`<li>${one}</li>`)}</ul></details>` : ""}`;
 	}
 
 	settings(run) {
