@@ -3,7 +3,7 @@
 import {html} from "./vendor/lit.js";
 import {View, alive, announce, bytes, command, count, duration, finder, number, scroller, state, table, text} from "./util.js";
 import {smooth} from "./curves.js";
-import {marksOf} from "./panels.js";
+import {marksOf, troublesOf} from "./panels.js";
 
 class Run extends View {
 	static properties = ["data", "run", "detail", "events", "version", "failed", "find", "resuming"];
@@ -43,7 +43,7 @@ class Run extends View {
 	render() {
 		const run = this.detail;
 		if (!run) return html`<p class="empty" role="status">${this.failed ? `This run cannot be shown: ${this.failed}.` : "Reading the run …"}</p>`;
-		const troubles = this.events.filter((event) => event.trouble).slice(-20), {status} = run, marks = marksOf(this.events);
+		const troubles = troublesOf(this.events).slice(-20), {status} = run, marks = marksOf(this.events);
 		const sources = [{label: run.name, steps: run.previews, url: (step) => this.data.picture(this.run, "preview", step), channels: run.channels, sheet: (step) => this.data.channels(this.run, step)}];
 		return html`<header class="run-head"><h1>${run.name}</h1><p class="line">${state(status.state)} <span class="soft">${status.detail}</span>
 				${status.steps ? html`<progress max=${status.steps} value=${status.step} aria-label="Progress"></progress> ${count(status.step)} of ${count(status.steps)} steps` : ""}
