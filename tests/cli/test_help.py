@@ -321,7 +321,9 @@ def test_samplers_and_presets_are_explained(said, name):
     text = said("explain", name)
     assert "a choice of --sampler" in text
     own = dict(rules_of(Sampler.__dataclass_fields__["kind"]).choices)[name]
-    assert text.partition("a choice of --sampler\n\n")[2].startswith(f"  {own[:60]}"), "each has its own text, below its name"
+    assert text.partition("a choice of --sampler\n\n")[2].startswith(f"  {own[:60]}"), (
+        "each has its own text, below its name"
+    )
     assert ("a choice of --preset" in text) == (name in PRESETS)
 
 

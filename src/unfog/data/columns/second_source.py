@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unfog.data.bit_depth import DeepImage, Ranges
-from unfog.data.columns.image_setting import split_images
+from unfog.data.columns.image_setting import SECOND_KINDS, split_images
 from unfog.data.decode import Fit, parse_colour, read_deep, turned_upright, upright_sides
 from unfog.data.decode_pool import (
     ColourFoundError,
@@ -30,6 +30,7 @@ from unfog.data.decode_pool import (
 )
 from unfog.data.full_depth.choice import channels_of, first_image
 from unfog.data.full_depth.ranges import find_ranges, spread
+from unfog.data.settings import parse_condition
 from unfog.data.sources.base import FailedShardError, ImageError, SecondSource, ShardReadError, Source
 from unfog.data.sources.image_files import image_error
 from unfog.data.sources.label_tables import strip_shard
@@ -56,15 +57,18 @@ def pair_sources(source: Source, condition: str, warn: Callable[[str], None]) ->
     """
     if source.second is not None:
         return source.second
-    wanted = split_images(condition)[0].second
-    return tuple(_pair(source, name, text, kind, warn) for name, (text, kind) in wanted.items())
+    place, columns = parse_condition(condition)
+    beside = {} if place else source.images_of(columns)
+    wanted = {name: (second, columns[name]) for name, second in beside.items()}
+    for name, (text, kind) in split_images(condition)[0].second.items():
+        try:
+            wanted[name] = open_source(os.path.expanduser(text)), kind
+        except RequestError as error:
+            raise RequestError(f"condition {name}: {error}") from None
+    return tuple(_pair(source, name, second, kind, warn) for name, (second, kind) in wanted.items())
 
 
-def _pair(source: Source, name: str, text: str, kind: str, warn: Callable[[str], None]) -> SecondSource:
-    try:
-        second = open_source(os.path.expanduser(text))
-    except RequestError as error:
-        raise RequestError(f"condition {name}: {error}") from None
+def _pair(source: Source, name: str, second: Source, kind: str, warn: Callable[[str], None]) -> SecondSource:
     partner = _partners(source.names, second.names)
     found, said = int((partner >= 0).sum()), f"condition {name}: {sanitize(second.name)}"
     if 2 * found < len(partner):
@@ -78,12 +82,14 @@ def _pair(source: Source, name: str, text: str, kind: str, warn: Callable[[str],
         first = source.names[int(np.flatnonzero(partner < 0)[0])]
         warn(f"{said} has no image for {missing:,} of {len(partner):,}, such as {sanitize(first)}: unknown for them")
     _check_proportions(source, second, partner, said)
+    if kind not in ("", *SECOND_KINDS):
+        raise RequestError(f"{said} are images, and not of kind {kind}; omit :{kind}")
     if not kind:
         kind, values = _find_kind(second, partner)
         if kind == "image" and values == 1:
             warn(
                 f"{said}: those that were looked at have one value, and so are taken as pictures; if they are masks, "
-                f"give {name}=SOURCE:mask"
+                "end the condition with :mask"
             )
     return SecondSource(name, kind, second, partner)
 
@@ -284,7 +290,7 @@ def _check_values(name: str, count: int) -> None:
     if count > MOST_MASK_VALUES:
         raise RequestError(
             f"condition {name}: the masks have more than {MOST_MASK_VALUES} values; a mask has one a category, which a "
-            f"JPEG does not keep; save them as PNG, or give {name}=SOURCE:image if they are pictures"
+            f"JPEG does not keep; save them as PNG, or end the condition with :image if they are pictures"
         )
 
 
