@@ -205,6 +205,8 @@ def test_arrays_beside_the_images_of_a_file_are_images_too(tmp_path):
     np.savez(tmp_path / "x.npz", images=images, few=mask[:5], tall=mask[:, :, :8], age=np.arange(6.0), **arrays)
     for name, values in arrays.items():
         np.save(tmp_path / f"{name}.npy", values)
+    np.save(tmp_path / "short.npy", mask[:5] > 0)
+    np.save(tmp_path / "long.npy", np.concatenate([mask, mask[:1]]))
     together = read(tmp_path / "x.npz", "height,mask,age,lit").train.columns
     apart = read(tmp_path / "x.npz", ",".join(f"{name}={tmp_path / name}.npy" for name in arrays)).train.columns
     for name in arrays:
@@ -219,6 +221,8 @@ def test_arrays_beside_the_images_of_a_file_are_images_too(tmp_path):
         ("mask:number", "are images, and not of kind number; omit :number"),
         ("age:mask", "age has values, and no images; give age=FOLDER:mask"),
         ("mask,mask=mask.npy", "twice"),
+        (f"mask={tmp_path / 'short.npy'}", "short.npy has 5 images, and there are 6; give one for each"),
+        (f"mask={tmp_path / 'long.npy'}", "long.npy has 7 images, and there are 6"),
     ):
         with pytest.raises(RequestError, match=said):
             read(tmp_path / "x.npz", condition)

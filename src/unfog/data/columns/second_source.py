@@ -69,8 +69,11 @@ def pair_sources(source: Source, condition: str, warn: Callable[[str], None]) ->
 
 
 def _pair(source: Source, name: str, second: Source, kind: str, warn: Callable[[str], None]) -> SecondSource:
+    said, count, images = f"condition {name}: {sanitize(second.name)}", len(second.names), len(source.names)
+    if count != images and _by_place(source.names) and _by_place(second.names):
+        raise RequestError(f"{said} has {count:,} images, and there are {images:,}; give one for each, in their order")
     partner = _partners(source.names, second.names)
-    found, said = int((partner >= 0).sum()), f"condition {name}: {sanitize(second.name)}"
+    found = int((partner >= 0).sum())
     if 2 * found < len(partner):
         raise RequestError(
             f"{said} has an image for {found:,} of {len(partner):,} images only; pairs have the same name but for the "
@@ -92,6 +95,11 @@ def _pair(source: Source, name: str, second: Source, kind: str, warn: Callable[[
                 "end the condition with :mask"
             )
     return SecondSource(name, kind, second, partner)
+
+
+def _by_place(names: Sequence[str]) -> bool:
+    """Return True for names of images in an array, which are their numbers alone."""
+    return all(names[i] == f"{i:08}" for i in (0, len(names) - 1))
 
 
 def _some(names: Sequence[str]) -> str:
