@@ -238,8 +238,7 @@ def _measure_pixels(name: str, real: Tensor, fake: Tensor, others: Tensor | None
     """Return a metric of pixels, and the same of random halves of `others`, real images, for comparison.
 
     `sliced` falls with the number of images, so the halves have as many images as the samples, if `others` has twice
-    as many. Their range is where nine of ten further halves would be. Of many pixels, which take long, there is one draw
-    and no range.
+    as many. Their range is where nine of ten further halves would be. Many pixels take long: one draw, and no range.
     """
     if others is None or (half := len(others) // 2) < FEWEST_COMPARED:
         return compare_pixels([name], real, fake)
