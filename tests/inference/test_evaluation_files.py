@@ -1,5 +1,6 @@
 """The verdict of an evaluation, its table, and the texts in files of samples."""
 
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -119,6 +120,25 @@ def test_a_band_that_is_refused_leaves_the_others_their_halves():
     found = compared.measure(images[:30], None, baseline=True)["detail"]
     assert {one.real is None for one in found} == {True, False}
     assert all((one.real is None) == (one.value is None) for one in found)
+
+
+def test_another_reference_is_measured_anew_and_samples_are_not_held():
+    generator = np.random.default_rng(0)
+    names = list(map(str, range(24)))
+    wide, tall = (
+        ImageSet(generator.integers(0, 256, (24, 1, *shape), np.uint8), names) for shape in ((8, 12), (12, 8))
+    )
+    compared = Comparison(["histogram"], None, wide, np.arange(24))
+    compared.measure(wide.pixels[:10], None, baseline=True)
+    found = replace(compared, reference=tall).measure(tall.pixels[:10], None, baseline=True)
+    expected = Comparison(["histogram"], None, tall, np.arange(24)).measure(tall.pixels[:10], None, baseline=True)
+    assert found == expected
+    samples = wide.pixels[:10].copy()
+    held = weakref.ref(samples)
+    compared.measure(samples, None, baseline=True)
+    assert compared.curves(samples)
+    del samples
+    assert held() is None
 
 
 def test_real_images_are_compared_with_other_real_images():

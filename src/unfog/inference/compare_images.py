@@ -93,10 +93,11 @@ class Comparison:
     """Axes along which images continue at their other side: "", "x", "y" or "xy"."""
     unknown: UnknownValues | None = None
     """What is unknown in images and samples; None if nothing is."""
-    _prepared: dict[int, RealImages] = field(default_factory=dict, repr=False)
+    # Not arguments, so that `replace` begins them anew: they are of this reference.
+    _prepared: dict[int, RealImages] = field(default_factory=dict, repr=False, init=False)
     """Real images by the number of samples that are compared with them."""
-    _measured: list[tuple[PixelSource, MeasuredSamples | str]] = field(default_factory=list, repr=False)
-    """The last samples of `measure`, and what their values are compared by, for `curves`."""
+    _measured: list[tuple[PixelSource, MeasuredSamples | str]] = field(default_factory=list, repr=False, init=False)
+    """The last samples of `measure`, and what their values are compared by, until `curves` has used them."""
 
     def __post_init__(self) -> None:
         pixels = self.reference.pixels
@@ -176,6 +177,7 @@ class Comparison:
         if not names:
             return []
         known = [measured for one, measured in self._measured if one is samples]
+        self._measured.clear()  # as they may be large
         return self._real_images(samples).curves(names, known[0] if known else samples)
 
     def _real_images(self, samples: PixelSource) -> RealImages:
