@@ -89,6 +89,8 @@ def encoding_of_mark(content: bytes) -> str:
     """Return the codec that the byte order mark of a text names, and that leaves it out; "" without a mark."""
     if content.startswith(codecs.BOM_UTF8):
         return "utf-8-sig"
+    if content.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):  # the first begins like that of UTF-16
+        return "utf-32"
     return "utf-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else ""
 
 

@@ -233,11 +233,11 @@ def _create_run(session: Session) -> None:
     # config.toml makes the folder a run, which a restart by torchrun must then recognise as its own.
     folder.write_launch_file()
     folder.write_config(config)
+    run.heartbeat.begin()
     if isinstance(config.network, GivenNetwork):
         write_atomic(folder.path / SOURCE_FILE, config.network.source_text().encode(), folder.path)
     folder.checkpoints.mkdir()
     broadcast_config(run.world, folder.checkpoints, config)  # last, as worker ranks look for the folders at once
-    run.heartbeat.begin()
     run.stop.saves = True
 
 
