@@ -270,7 +270,7 @@ def test_tables_that_will_not_do(photos: Path, tmp_path: Path, text: str, said: 
 
 def test_damaged_tables_end_in_a_line(photos: Path, tmp_path: Path) -> None:
     for name, content, said in (
-        ("a.csv", b"file,label\n\xff\xfe.png,cat\n", r"not text in UTF-8 \(line 2, byte 12\); save it as that"),
+        ("a.csv", b"file,label\n\xff\xfe.png,cat\n", r"not text in UTF-8 \(line 2, byte 12\); save it as UTF-8"),
         ("a.jsonl", b'{"file": "0.png", "label": "a"}\n{"file": x}\n', r"Expecting value in line 2, character 10"),
         ("a.jsonl", b'{"file": "0.png",\n"label": "caf\xe9"}\n', r"not text in UTF-8 \(line 2, byte 32\)"),
         ("a.jsonl", b'{"file": "0.png"', "is damaged"),

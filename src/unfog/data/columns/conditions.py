@@ -89,7 +89,7 @@ def _cells(source: Source, place: str, names: Sequence[str], warn: Callable[[str
         captions = [name for name in rest if name in TEXT_NAMES]
         if place or len(captions) != 1:
             raise
-        files = texts or caption_files(source, warn)
+        files = texts or caption_files(source)
         if files is None:
             raise
     others = [name for name in rest if name not in captions]
