@@ -429,6 +429,9 @@ class Session(StoppableHooks):
             self.saver.save_ema_snapshot(state)
 
     def evaluate(self, state: TrainState) -> dict[str, Any]:
+        stretch = state.length.at(self.step).stretch
+        if self.step and self.budget is not None and not self.budget.evaluates_at_end(stretch):
+            return {}
         with self.aside("evaluate"):
             return self.evaluation.evaluate(self.step, self.recorder)
 
@@ -483,8 +486,10 @@ class Session(StoppableHooks):
             self._said_steps = plan.steps
             say(f"  {plural(plan.steps, 'step')} in all from here on: {why}")
         if plan.stretch != before.stretch:
-            apart = f"{plan.stretch} times as far apart" if plan.stretch < STRETCHES[-1] else "at the end only"
-            what = f"previews and evaluation {apart}" if plan.stretch else "previews at the end only, no evaluation"
+            apart = f"{plan.stretch} times as far apart" if 0 < plan.stretch < STRETCHES[-1] else "at the end only"
+            what = f"previews and evaluation {apart}"
+            if not self.budget.evaluates_at_end(plan.stretch):
+                what = f"previews {apart}, no evaluation"
             say(f"  {what}, so that they and checkpoints take at most a tenth of the budget")
         return plan
 
