@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from unfog.callbacks import EndEvent
+from unfog.checks.settings.learning_rate_checks import describe_high_rate
 from unfog.checks.settings.settings_checks import check_settings
 from unfog.config.resume_rules import settings_digests
 from unfog.config.schema import Config
@@ -379,7 +380,8 @@ class Session(StoppableHooks):
             index = [int(self.stream.batch(place, 1).index[0]) for place in report.images]
             names = [self.dataset.train.names[i] for i in index]
             fields |= {"images": names, "levels": report.levels, "layer": report.where, "phase": report.phase}
-            warn(f"step {self.step:,} was skipped: {report.describe(names)}")
+            high = describe_high_rate(self.config, sum(p.numel() for p in state.model.parameters()))
+            warn(f"step {self.step:,} was skipped: {high}{report.describe(names)}")
         self.recorder.event("step_refused", self.step, **fields)
 
     def on_out_of_memory(self, state: TrainState) -> None:
