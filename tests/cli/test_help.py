@@ -286,6 +286,7 @@ CONCEPTS = {
     "wandb": "--log.sinks", "webdataset": "SOURCE", "num_workers": "threads", "multi-GPU": "torchrun",
     "finder": "find-lr", "epoch": "--images", "mode collapse": "--guidance 1", "HEIC": "JPEG",
     "square": "--aspect keep", "privacy": "images stay on this machine", "upload": "a connection is opened only if",
+    "loss spikes": "not finite", "exploding gradients": "not finite",
 }  # fmt: skip
 
 
