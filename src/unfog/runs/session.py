@@ -256,7 +256,7 @@ class Session(StoppableHooks):
     def _report(self, done: bool) -> None:
         say(
             f"{'finished' if done else 'stopped'} at step {self.step:,} after "
-            f"{format_duration(self.recorder.seconds)}, of which checkpoints took {self.saver.stall_seconds:.1f} s"
+            f"{self.recorder.describe_time(self.saver.stall_seconds)}"
         )
         try:  # the run is saved, so a report that fails must not make it one that failed
             write_report(self.context.folder.path)
