@@ -34,7 +34,7 @@ class NanReport(NamedTuple):
     levels: tuple[float, ...] = ()
     """Noise quantile of each of `images`, in (0, 1), clean to noisy."""
     every: bool = False
-    """Every image of the step is affected, so that the cause is the network or its learning rate rather than an image."""
+    """Every image of the step is affected, so that the cause is the network or its rate rather than an image."""
     more: int = 0
     """Number of further parameters and buffers, or gradients, that are not finite ("weights", "backward")."""
 
