@@ -287,6 +287,14 @@ CONCEPTS = {
     "wandb": "--log.sinks", "webdataset": "SOURCE", "num_workers": "threads", "multi-GPU": "torchrun",
     "finder": "find-lr", "epoch": "--images", "mode collapse": "--guidance 1", "HEIC": "JPEG",
     "square": "--aspect keep", "privacy": "images stay on this machine", "upload": "a connection is opened only if",
+    "loss spikes": "not finite", "exploding gradients": "not finite", "gradient clip": "training.clip",
+    "max norm": "training.clip", "gradient norm": "gradient_norm", "color jitter": "--data.jitter",
+    "CosineAnnealingLR": "optimizer.schedule", "average_parameters": "an EMA is always", "ema warmup": "--ema fixed",
+    "DistributedSampler": "torchrun", "q_sample": "add_noise", "p_sample": "--sampler", "alpha_bar": "alpha^2",
+    "sample_fp32": "--precision fp32", "scaler_state_dict": "scaler", "checkpoint_latest": "unfog resume",
+    "caption": "--prompt", "fine-tune": "--init", "playground": "unfog serve", "how many images": "unfog doctor",
+    "bigger pictures": "--size", "copyright": "copies", "windows": "install", "mac": "install",
+    "transparent": "--data.background",
 }  # fmt: skip
 
 
