@@ -275,6 +275,8 @@ def test_runs_do_not_depend_on_the_filler_and_samples_keep_the_fixed_mask(tmp_pa
     assert all(logged[0][name] == logged[1][name] > 0 for name in VALUE_METRICS)
     found = [run.evaluate(VALUE_METRICS, n=12, steps=2) for run in runs]
     assert flat(found[0]) == flat(found[1])
+    assert found[0].drawn["unknown_share"] == pytest.approx(runs[0].config.data.unknown_share, abs=1e-6)
+    assert "samples with unknown values" in found[0].lines()[1]
     assert all(one.value is not None and one.real_high is not None for one in found[0].measured)
     with pytest.raises(RequestError, match="compare pictures"):
         runs[0].evaluate("kid", n=12)
