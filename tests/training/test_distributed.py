@@ -348,9 +348,9 @@ def test_a_run_stopped_at_one_process_goes_on_with_any_number_of_them(tmp_path):
 
 
 def test_a_lost_process_is_told_without_torchs_own_paths():
-    with pytest.raises(LostProcess, match="rank 1 has lost another rank") as told:
-        with _lost_process_explained(SimpleNamespace(size=2, rank=1)):
-            raise RuntimeError("[/__w/pytorch/pytorch/third_party/gloo/pair.cc:534] Connection closed by peer")
+    lost = pytest.raises(LostProcess, match="rank 1 has lost another rank")
+    with lost as told, _lost_process_explained(SimpleNamespace(size=2, rank=1)):
+        raise RuntimeError("[/__w/pytorch/pytorch/third_party/gloo/pair.cc:534] Connection closed by peer")
     assert "pytorch" not in str(told.value)
     assert "pytorch" in str(told.value.__cause__)
 
