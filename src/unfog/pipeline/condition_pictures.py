@@ -39,7 +39,8 @@ def conditions_sheet(config: Config, given: Given, samples: NDArray[np.uint8], t
 def condition_captions(config: Config, given: Given, numbers: Sequence[int]) -> list[str]:
     """Return the conditions of the samples of these numbers as text, but for those that are images."""
     pictures = {one.name for one in image_columns(config.columns)}
-    names = config.conditions.names(tuple(one for one in given if one[0] not in pictures), max(numbers, default=0) + 1)
+    told = tuple(one for one in given if one[0] not in pictures)
+    names = config.conditions.captions(told, max(numbers, default=0) + 1)
     return [sanitize(names[i % len(names)]) if names else "" for i in numbers]
 
 

@@ -112,7 +112,7 @@ class Previews:
         """
         count, buckets = self.config.preview.images, self.config.size_buckets
         if not buckets:
-            samples, names = self.samples(count, self._given), self.config.conditions.names(self._given, count)
+            samples, names = self.samples(count, self._given), self.config.conditions.captions(self._given, count)
             return Preview(self._grid(self.config, samples, self._shown), view_channels(self.config, samples, names))
         grids = []
         of_buckets = self._of_buckets or [None] * len(buckets)
@@ -125,7 +125,7 @@ class Previews:
     def _grid(self, config: Config, samples: Pixels, shown: ConditionsOfImages | None) -> Pixels:
         """Return one picture of samples [N, H, W, C], with their conditions."""
         if shown is None:
-            return view_grid(config, samples, config.conditions.names(self._given, len(samples)))
+            return view_grid(config, samples, config.conditions.captions(self._given, len(samples)))
         return conditions_sheet(config, shown.given, samples, shown.images)
 
     def seconds_per_sample(self) -> float | None:
