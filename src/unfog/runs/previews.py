@@ -264,8 +264,8 @@ class ConditionsOfImages(NamedTuple):
     """Conditions that samples of a preview cycle through, and the images that have them."""
 
     given: Given
-    images: Pixels
-    """uint8 [n, H, W, 3], in the view of the run."""
+    images: NDArray[Any]
+    """[n, H, W, C], as stored."""
 
 
 def conditions_of_images(config: Config, held_out: ImageSet, train: ImageSet) -> ConditionsOfImages | None:
@@ -276,7 +276,7 @@ def conditions_of_images(config: Config, held_out: ImageSet, train: ImageSet) ->
     # An image that cannot be decoded is replaced by another one, whose conditions are then taken.
     pixels, rows = take_with_rows(images.pixels, np.asarray(evenly_spaced(len(images), config.preview.images)))
     given = config.conditions.rows(images.columns.values(), rows)
-    return ConditionsOfImages(given, config.view(pixels.transpose(0, 2, 3, 1)))
+    return ConditionsOfImages(given, pixels.transpose(0, 2, 3, 1))
 
 
 class _AutoencoderPreviews(Previews):

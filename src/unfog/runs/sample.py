@@ -270,7 +270,7 @@ def write_grid(
 
     The samples of an edit come after `edited`, its image and mask. `cells` are the captions of a grid of conditions.
     """
-    from unfog.pipeline.generate import named_grid, with_legend
+    from unfog.pipeline.generate import named_grid, samples_show_unknown, with_legend
 
     if folder.count > _MAX_IN_GRID:
         say(f"  grid.png shows the first {_MAX_IN_GRID:,} of {folder.count:,} samples")
@@ -281,7 +281,7 @@ def write_grid(
         image = grid(np.concatenate([np.stack(edited), first]))
     else:
         image = named_grid(first, folder.captions or folder.names)
-    image = with_legend(image, config)
+    image = with_legend(image, config, samples_show_unknown(config))
     said = (*folder.settings, *(cells.shared if cells else ()))
     captioned = with_caption(image, said) if said else image
     save_png(folder.path / "grid.png", folder.path, captioned, folder.text)
