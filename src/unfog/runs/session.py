@@ -257,6 +257,7 @@ class Session(StoppableHooks):
         say(
             f"{'finished' if done else 'stopped'} at step {self.step:,} after "
             f"{self.recorder.describe_time(self.saver.stall_seconds)}"
+            f"{self.budget.describe_start(self.recorder.session_seconds) if self.budget is not None else ''}"
         )
         try:  # the run is saved, so a report that fails must not make it one that failed
             write_report(self.context.folder.path)
