@@ -461,13 +461,6 @@ def advice_within(phrase: str) -> Advice | None:
     return next((ADVICE[key] for part in parts if (key := "_".join(part)) in ADVICE), None)
 
 
-def words_for(setting: str) -> list[str]:
-    """Return the words by which people look for a setting: its names in other trainers, and those of its advice."""
-    words = [word for word, meant in USUAL.items() if meant == setting]
-    words += [word for word, advice in ADVICE.items() if setting in advice.settings]
-    return [word.replace("_", " ") for word in words]
-
-
 def usual_arguments(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Return arguments by their names here, where `names` has them. RequestError if one is given twice."""
     renamed: dict[str, Any] = {}

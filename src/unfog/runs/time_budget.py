@@ -77,7 +77,7 @@ class TimeBudget:
         self._active_before = 0.0  # time of that, without pauses
 
     def describe_start(self, recorded: float) -> str:
-        """Return what the time before the last `recorded` seconds took of the budget; "" if it took little."""
+        """Describe the time before the last `recorded` seconds; "" if it is little of the budget."""
         spent = self._clock() - self._began - recorded
         return f"; starting up took {format_duration(spent)}" if spent > _SAID_START * self.seconds else ""
 

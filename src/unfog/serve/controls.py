@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
 from unfog.cli.read_request import read_request
-from unfog.config.aliases import words_for
 from unfog.config.describe import Description, describe
+from unfog.config.explain import words_for
 from unfog.config.presets import preset
 from unfog.config.requests.train import ResumeRequest, TrainRequest
 from unfog.config.schema import Config
