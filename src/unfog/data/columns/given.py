@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from unfog.data.columns.image_setting import SECOND_KINDS
 from unfog.data.settings import parse_condition
 from unfog.data.sources.image_objects import as_array, is_array
 from unfog.data.sources.label_tables import FILE_COLUMNS
@@ -36,22 +38,35 @@ def store_images(columns: Mapping[str, Any], named: str) -> tuple[dict[str, Any]
     """Write conditions that are images, [N, H, W] or [N, H, W, C], as arrays into the cache.
 
     `named` is `data.condition` as it was given; "" for all columns. Returns the other columns, and `data.condition`
-    that names them and the arrays. Booleans are masks of 0 and 1. RequestError if the cache cannot be written.
+    that names them and the arrays. Images that it does not name are left out. Booleans are masks of 0 and 1.
+    RequestError if `named` gives such a column another source or a kind that images do not have, or the cache cannot
+    be written.
     """
     others, words = dict(columns), named.split(",") if named else [*columns]
     for name, values in columns.items():
         array = as_array(values) if is_array(values) else None
         if array is None or array.ndim not in (3, 4) or array.dtype.kind not in "buif":
             continue
+        del others[name]
+        if (own := next((word for word in words if re.split("[:=]", word)[0].strip() == name), None)) is None:
+            continue
         boolean = array.dtype == np.bool_
-        own = next((word for word in words if word.partition(":")[0].strip() == name), name)
-        kind = own.partition(":")[2] or "mask" * boolean
+        kind = _kind_of(own) or "mask" * boolean
         content = io.BytesIO()
         np.save(content, array.astype(np.uint8) if boolean else array, allow_pickle=False)
         path = _stored(content.getvalue(), "condition", "npy")
         words = [*(word for word in words if word != own), f"{name}={path}" + f":{kind}" * bool(kind)]
-        del others[name]
     return others, ",".join(words)
+
+
+def _kind_of(word: str) -> str:
+    """Return the kind in NAME or NAME:KIND of images; "" without one. RequestError if it is another kind or text."""
+    kind = word.partition(":")[2].strip()
+    if "=" in word:
+        raise RequestError(f"condition = {word.strip()} has a source, and conditions has images too; give one of them")
+    if kind and kind not in SECOND_KINDS:
+        raise RequestError(f"condition = {word.strip()}: these are images, of kind {' or '.join(SECOND_KINDS)}")
+    return kind
 
 
 def _stored(content: bytes, what: str, suffix: str) -> Path:
