@@ -128,6 +128,9 @@ def test_arrays_that_the_condition_does_not_name_are_left_out(tmp_path, monkeypa
     for condition in ("mask:category", "mask=other.npy"):
         with pytest.raises(RequestError, match=r"image or mask|one of them"):
             store_images(columns, condition)
+    monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "a,b"))
+    with pytest.raises(RequestError, match="comma"):
+        store_images(columns, "")
 
 
 def test_images_without_a_partner_are_counted_and_not_known(tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unfog.data.columns.image_setting import SECOND_KINDS
 from unfog.data.settings import parse_condition
@@ -20,6 +21,7 @@ from unfog.data.sources.stored_images import plain_value, plain_values
 from unfog.errors import RequestError
 from unfog.files.cache_folder import cache_folder, hold
 from unfog.files.safe_files import write_atomic
+from unfog.text import sanitize
 
 
 def columns_by_name(conditions: Any) -> dict[str, Any]:
@@ -40,7 +42,7 @@ def store_images(columns: Mapping[str, Any], named: str) -> tuple[dict[str, Any]
     `named` is `data.condition` as it was given; "" for all columns. Returns the other columns, and `data.condition`
     that names them and the arrays. Images that it does not name are left out. Booleans are masks of 0 and 1.
     RequestError if `named` gives such a column another source or a kind that images do not have, or the cache cannot
-    be written.
+    be written or has a comma in its path.
     """
     others, words = dict(columns), named.split(",") if named else [*columns]
     for name, values in columns.items():
@@ -50,11 +52,8 @@ def store_images(columns: Mapping[str, Any], named: str) -> tuple[dict[str, Any]
         del others[name]
         if (own := next((word for word in words if re.split("[:=]", word)[0].strip() == name), None)) is None:
             continue
-        boolean = array.dtype == np.bool_
-        kind = _kind_of(own) or "mask" * boolean
-        content = io.BytesIO()
-        np.save(content, array.astype(np.uint8) if boolean else array, allow_pickle=False)
-        path = _stored(content.getvalue(), "condition", "npy")
+        kind = _kind_of(own) or "mask" * (array.dtype == np.bool_)
+        path = _stored_array(array)
         words = [*(word for word in words if word != own), f"{name}={path}" + f":{kind}" * bool(kind)]
     return others, ",".join(words)
 
@@ -67,6 +66,18 @@ def _kind_of(word: str) -> str:
     if kind and kind not in SECOND_KINDS:
         raise RequestError(f"condition = {word.strip()}: these are images, of kind {' or '.join(SECOND_KINDS)}")
     return kind
+
+
+def _stored_array(array: NDArray[Any]) -> Path:
+    """Write an array into the cache, booleans as bytes, and return its file. RequestError if that cannot be named."""
+    if "," in (folder := str(cache_folder())):
+        raise RequestError(
+            f"the path of the cache, {sanitize(folder)}, has a comma, which separates conditions in data.condition; set "
+            "UNFOG_CACHE to another folder"
+        )
+    content = io.BytesIO()
+    np.save(content, array.astype(np.uint8) if array.dtype == np.bool_ else array, allow_pickle=False)
+    return _stored(content.getvalue(), "condition", "npy")
 
 
 def _stored(content: bytes, what: str, suffix: str) -> Path:
