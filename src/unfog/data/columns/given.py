@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from unfog.data.sources.label_tables import FILE_COLUMNS
 from unfog.data.sources.stored_images import plain_value, plain_values
 from unfog.errors import RequestError
 from unfog.files.cache_folder import cache_folder, hold
-from unfog.files.safe_files import write_atomic
+from unfog.files.safe_files import replace_file
 from unfog.text import sanitize
 
 
@@ -72,24 +72,43 @@ def _stored_array(array: NDArray[Any]) -> Path:
     """Write an array into the cache, booleans as bytes, and return its file. RequestError if that cannot be named."""
     if "," in (folder := str(cache_folder())):
         raise RequestError(
-            f"the path of the cache, {sanitize(folder)}, has a comma, which separates conditions in data.condition; set "
+            f"the path of the cache, {sanitize(folder)}, has a comma, which separates conditions; set "
             "UNFOG_CACHE to another folder"
         )
-    content = io.BytesIO()
-    np.save(content, array.astype(np.uint8) if array.dtype == np.bool_ else array, allow_pickle=False)
-    return _stored(content.getvalue(), "condition", "npy")
+    plain = array.view(np.uint8) if array.dtype == np.bool_ else array  # without a copy, as it may have gigabytes
+    return _stored(lambda file: np.save(file, plain, allow_pickle=False), "condition", "npy")
 
 
-def _stored(content: bytes, what: str, suffix: str) -> Path:
-    """Write a file of the cache that is named by its content, and return it. RequestError if it cannot be written."""
-    folder = cache_folder()
-    path = folder / f"{what}-{hashlib.sha256(content).hexdigest()[:32]}.{suffix}"
+class _DigestFile(io.RawIOBase):
+    """File that keeps the SHA-256 of what is written to it, and nothing else."""
+
+    def __init__(self) -> None:
+        self.digest = hashlib.sha256()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        self.digest.update(data)
+        return len(data)
+
+
+def _stored(save: Callable[[Any], object], what: str, suffix: str) -> Path:
+    """Write with `save` a file of the cache that is named by its content, and return it.
+
+    `save` is called twice: with a file that takes the digest, and with the file. RequestError if it cannot be written.
+    """
+    folder, named = cache_folder(), _DigestFile()
+    save(named)
+    path = folder / f"{what}-{named.digest.hexdigest()[:32]}.{suffix}"
     hold(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, content, folder, shared=True)
+        with replace_file(path, folder, shared=True) as file:
+            save(file)
     except OSError as error:
-        raise RequestError(f"{folder} cannot be written ({error.strerror}); set UNFOG_CACHE to another") from None
+        reason = error.strerror or error
+        raise RequestError(f"{folder} cannot be written ({reason}); set UNFOG_CACHE to another") from None
     return path
 
 
@@ -110,7 +129,7 @@ def store_table(columns: Mapping[str, Any], named: str) -> str:
     if not (others := list(dict.fromkeys(name for row in rows.values() for name in row))):
         raise RequestError("conditions have no value; give at least one for each file, or leave them out")
     content = "".join(json.dumps({"file_name": file, **row}) + "\n" for file, row in rows.items()).encode()
-    return f"{_stored(content, 'table', 'jsonl')}:{named or ','.join(others)}"
+    return f"{_stored(lambda file: file.write(content), 'table', 'jsonl')}:{named or ','.join(others)}"
 
 
 def _rows_by_file(columns: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
