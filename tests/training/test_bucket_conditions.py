@@ -56,6 +56,7 @@ def test_the_joined_set_has_masks_of_one_size_with_whole_labels(tmp_path):
     column = dataset.train.columns["mask"]
     assert column.values.shape == (len(dataset.train), 1, *dataset.settings.image_format.shape[1:])
     assert set(np.unique(np.asarray(column.values))) == {0, 1, 2, 3}
+    np.testing.assert_array_equal(column.values[1, 0], np.asarray(column.values)[1, 0])
     rows = np.array([len(dataset.train) - 1, 0])
     taken = dataset.train.take(rows)
     np.testing.assert_array_equal(taken.columns["mask"].values, np.asarray(column.values)[rows])

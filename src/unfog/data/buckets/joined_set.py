@@ -90,7 +90,9 @@ class BucketValues:
     def __getitem__(self, key: Any) -> NDArray[Any]:
         """Return the values that an index of an array selects."""
         if isinstance(key, tuple):
-            return self[key[0]][:, *key[1:]]
+            # An integer in place of rows leaves their axis out, as in an array.
+            own = self[key[0]]
+            return own[key[1:]] if own.ndim < len(self.shape) else own[:, *key[1:]]
         rows = np.asarray(np.arange(len(self))[key])
         if not rows.ndim:
             one: NDArray[Any] = self[rows[None]][0]
