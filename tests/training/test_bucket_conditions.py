@@ -33,7 +33,11 @@ def write_pairs(place, labels=lambda i: {0, 1 + i % 3}):
 
 
 def read(images, masks, condition=""):
-    settings = Data(size=32, aspect="keep", condition=f"mask={masks}:mask{condition}", cache="memory")
+    return prepared(images, f"mask={masks}:mask{condition}")
+
+
+def prepared(images, condition):
+    settings = Data(size=32, aspect="keep", condition=condition, cache="memory")
     choice = BucketChoice(lambda height, width: height % 8 == width % 8 == 0, 4)
     return add_made(prepare_buckets(open_source(str(images)), settings, choice, lambda line: None))
 
@@ -71,6 +75,19 @@ def test_masks_may_be_constant_in_a_bucket_and_not_in_all(tmp_path):
     assert dataset.train.columns["mask"].categories == ("0", "1", "2")
     with pytest.raises(RequestError, match="one value"):
         read(*write_pairs(tmp_path / "b", lambda i: {1}))
+
+
+def test_pictures_of_floating_point_have_the_range_of_their_values_in_the_buckets(tmp_path):
+    images, _ = write_pairs(tmp_path)
+    (tmp_path / "maps").mkdir()
+    draw = np.random.default_rng(0)
+    for i in range(60):
+        width, height = SHAPES[i % 3]
+        np.save(tmp_path / "maps" / f"{i:02}.npy", draw.normal(0, 1, (height, width)).astype(np.float32))
+    dataset = prepared(images, f"map={tmp_path / 'maps'}:image")
+    values = [part.train.columns["map"].values for part in dataset.buckets]
+    (facts,) = facts_of([dataset.train.columns["map"]])
+    assert facts.statistics[3:] == (min(part.min() for part in values), max(part.max() for part in values))
 
 
 def test_another_mask_is_another_set(tmp_path):

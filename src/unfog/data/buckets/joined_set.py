@@ -84,6 +84,11 @@ class BucketValues:
     def __len__(self) -> int:
         return self.shape[0]
 
+    @property
+    def parts(self) -> list[NDArray[Any]]:
+        """The values of each set at its own size, [N, C, H, W]."""
+        return [np.asarray(one.values) for one in self._columns]
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         return self[:].astype(dtype or self.dtype, copy=False)
 
