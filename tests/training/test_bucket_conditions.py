@@ -90,6 +90,21 @@ def test_pictures_of_floating_point_have_the_range_of_their_values_in_the_bucket
     assert facts.statistics[3:] == (min(part.min() for part in values), max(part.max() for part in values))
 
 
+def test_damaged_masks_of_a_bucket_are_unknown_and_counted_in_all(tmp_path):
+    images, masks = write_pairs(tmp_path)
+    for i in (*range(0, 60, 3), 1):  # those of the squares, and another
+        (masks / f"{i:02}.png").write_bytes(b"no image")
+    dataset = read(images, masks)
+    assert any("21 of 60 images cannot be used" in line for line in dataset.warnings)
+    square = next(part for part in dataset.buckets if part.settings.size == 32)
+    assert (square.train.columns["mask"].values == -1).all()
+    assert square.train.columns["mask"].categories == ("0", "2", "3")  # label 1 was in squares
+    for path in masks.iterdir():
+        path.write_bytes(b"no image")
+    with pytest.raises(RequestError, match="none of its images can be used"):
+        read(images, masks)
+
+
 def test_another_mask_is_another_set(tmp_path):
     images, masks = write_pairs(tmp_path)
     before = read(images, masks).train.fingerprint

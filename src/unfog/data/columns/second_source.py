@@ -39,7 +39,7 @@ from unfog.errors import RequestError
 from unfog.text import sanitize
 from unfog.values.columns import Column
 from unfog.values.image_format import STORED, ImageFormat, Size, StoredValues, colour_channels
-from unfog.values.kinds.image_kinds import MOST_MASK_VALUES
+from unfog.values.kinds.image_kinds import IMAGE_KINDS, MOST_MASK_VALUES
 
 _SAMPLED = 64  # images that are looked at to find the kind of a second source
 _MASKS_AT_ONCE = 256  # that are read ahead
@@ -232,7 +232,8 @@ def _has_deep_values(image: Image.Image | DeepImage | NDArray[Any]) -> bool:
 
 
 def _check_used(one: SecondSource, reasons: Counter[str], used: int, count: int, warn: Callable[[str], None]) -> None:
-    if reasons:
+    """Warn of images that cannot be used; RequestError if there are no others. Those of a bucket are counted later."""
+    if reasons and one.whole:
         told = ", ".join(f"{n:,} {reason}" for reason, n in reasons.most_common(3))
         said = f"condition {one.name}: {count - used:,} of {count:,} images cannot be used: {told}"
         if not used:
@@ -289,11 +290,13 @@ def _check_values(name: str, count: int) -> None:
 
 
 def unify_columns(columns: Sequence[Column]) -> list[Column]:
-    """Return a column of several parts of a set, which were decoded one by one, with what all must share.
+    """Return the columns of a second source, one for each part of a set, with the same labels or channels.
 
-    Masks get the same labels, and pictures the same channels. Other columns are unchanged. RequestError if the masks
-    of all parts together have values that a mask cannot have.
+    The parts were decoded one by one: a mask has the labels of its part, and pictures may be grey in one part alone.
+    RequestError if none of the images can be used, or all masks together have values that a mask cannot have.
     """
+    if not any(IMAGE_KINDS[one.kind].known(np.asarray(one.values)).any() for one in columns):
+        raise RequestError(f"condition {columns[0].name}: none of its images can be used; replace them")
     if columns[0].kind == "mask":
         return _with_shared_labels(columns)
     if columns[0].kind == "image":
