@@ -82,8 +82,8 @@ def _pair(source: Source, name: str, text: str, kind: str, warn: Callable[[str],
         kind, values = _find_kind(second, partner)
         if kind == "image" and values == 1:
             warn(
-                f"{said}: those that were looked at have one value, and so are taken as pictures; if they are masks, "
-                f"give {name}=SOURCE:mask"
+                f"{said}: the images that were looked at have one value, so the source is taken for pictures; if they "
+                f"are masks, give {name}=SOURCE:mask"
             )
     return SecondSource(name, kind, second, partner)
 
