@@ -5,6 +5,7 @@ import pytest
 from PIL import Image
 
 from launches import SETTINGS, ended, forked, largest_difference, output, weights  # noqa: F401  a fixture
+from unfog.config.validate import check_sample_size
 from unfog.data.buckets.prepare import BucketChoice, prepare_buckets
 from unfog.data.columns.made import add_made
 from unfog.data.settings import Data
@@ -138,6 +139,8 @@ def test_a_run_resumes_to_the_bit_and_draws_each_picture_in_its_bucket(tmp_path)
         assert {one.statistics[1:3] for one in config.at_size(bucket.size).columns} == {
             config.at_size(bucket.size).image_format.shape[1:]
         }
+    with pytest.raises(RequestError, match="give 24x44 or 32 or 44x24"):
+        check_sample_size(config.at_size("40x24"))
     out = tmp_path / "out"
     given = ("--given", f"mask={masks}", "--steps", 2, "--device", "cpu")
     output(forked(["sample", tmp_path / "whole", "-n", 4, "--out", out, *given]))
