@@ -11,8 +11,10 @@ from unfog.data.columns.made import add_made
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
+from unfog.inference.run import Run
 from unfog.pipeline.given_images import sizes_of_pictures
 from unfog.process.run_folder import RunFolder
+from unfog.runs.sample import _parts as divided
 from unfog.values.condition_format import facts_of
 
 SHAPES = (32, 32), (48, 24), (24, 48)
@@ -146,5 +148,9 @@ def test_a_run_resumes_to_the_bit_and_draws_each_picture_in_its_bucket(tmp_path)
     output(forked(["sample", tmp_path / "whole", "-n", 4, "--out", out, *given]))
     drawn = [Image.open(path).size for path in sorted(out.glob("0*.png"))]
     assert drawn == [(32, 32), (44, 24), (24, 44), (32, 32)]
+    run = Run(tmp_path / "whole", device="cpu")
+    parts, _ = divided(run, run.prepare(n=7, steps=2), {"mask": str(masks)}, split=True)
+    assert [[*part.prepared.generation.indices] for part in parts] == [[0, 3, 6], [1, 4], [2, 5]]  # a batch a size
+    assert [numbers for part in parts for numbers, _ in part.run.draw(part.prepared)] == [(0, 3, 6), (1, 4), (2, 5)]
     output(forked(["sample", tmp_path / "whole", "-n", 3, "--out", tmp_path / "free", *given[2:]]))
     assert {Image.open(path).size for path in (tmp_path / "free").glob("0*.png")} == {(32, 32), (44, 24), (24, 44)}
