@@ -11,8 +11,10 @@ from unfog.data.columns.made import add_made
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
+from unfog.from_python import training_settings
 from unfog.inference.run import Run
 from unfog.pipeline.given_images import sizes_of_pictures
+from unfog.pipeline.load_data import _bucket_choice
 from unfog.process.run_folder import RunFolder
 from unfog.runs.sample import _parts as divided
 from unfog.values.condition_format import facts_of
@@ -108,6 +110,13 @@ def test_damaged_masks_of_a_bucket_are_unknown_and_counted_in_all(tmp_path):
         read(images, masks)
 
 
+def test_buckets_leave_two_pixels_a_side_to_small_images():
+    settings = {"condition": "degrade:factor=16", "size": 24, "aspect": "keep"}
+    fits = _bucket_choice(training_settings("fashion", "default", settings)).fits
+    assert fits(32, 48)
+    assert not fits(16, 32)
+
+
 def test_another_mask_is_another_set(tmp_path):
     images, masks = write_pairs(tmp_path)
     before = read(images, masks).train.fingerprint
@@ -137,6 +146,8 @@ def test_a_run_resumes_to_the_bit_and_draws_each_picture_in_its_bucket(tmp_path)
 
     config = RunFolder(tmp_path / "whole").read_config()
     assert sizes_of_pictures(config, {"mask": str(masks)}, 3) == [32, "44x24", "24x44"]
+    assert sizes_of_pictures(config, {"mask": str(masks), "degrade": None, "grey": None}, 2) == [32, "44x24"]
+    assert sizes_of_pictures(config, {"mask": None, "grey": str(images)}, 2) == [32, "44x24"]
     for bucket in config.size_buckets:
         assert {one.statistics[1:3] for one in config.at_size(bucket.size).columns} == {
             config.at_size(bucket.size).image_format.shape[1:]

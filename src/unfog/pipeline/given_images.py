@@ -70,7 +70,7 @@ def sizes_of_pictures(config: Config, given: Mapping[str, object], most: int) ->
     whose shape is not known gets the size of the run. RequestError as `read_pictures`.
     """
     sizes = [bucket.size for bucket in config.size_buckets]
-    facts = next((one for one in image_columns(config.columns) if one.name in given), None)
+    facts = next((one for one in image_columns(config.columns) if given.get(one.name) is not None), None)
     if facts is None or not sizes:
         return []
     found = []
