@@ -70,7 +70,7 @@ def _pair(source: Source, name: str, text: str, kind: str, warn: Callable[[str],
     if 2 * found < len(partner):
         raise RequestError(
             f"{said} has an image for {found:,} of {len(partner):,} images only; pairs have the same name but for the "
-            f"extension, and there are {_some(source.names)} and {_some(second.names)}"
+            f"extension, and there are {_first_names(source.names)} and {_first_names(second.names)}"
         )
     if unused := len(second.names) - len(set(partner[partner >= 0].tolist())):
         warn(f"{said} has {unused:,} images without a partner, which are not used")
@@ -88,7 +88,7 @@ def _pair(source: Source, name: str, text: str, kind: str, warn: Callable[[str],
     return SecondSource(name, kind, second, partner)
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     return ", ".join(sanitize(names[i]) for i in range(min(2, len(names))))
 
 
