@@ -89,13 +89,16 @@ def encoding_of_mark(content: bytes) -> str:
     """Return the codec that the byte order mark of a text names, and that leaves it out; "" without a mark."""
     if content.startswith(codecs.BOM_UTF8):
         return "utf-8-sig"
+    if content.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):  # the first begins like that of UTF-16
+        return "utf-32"
     return "utf-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else ""
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
     """Return the problem with a file that cannot be decoded, where it is, and the remedy."""
-    line = error.object.count(b"\n", 0, error.start) + 1
-    return f"is not text in UTF-8 (line {line:,}, byte {error.start + 1:,}); save it as that"
+    encoding = "UTF-16" if error.encoding.startswith("utf-16") else "UTF-8"
+    line = error.object[: error.start].decode(error.encoding, "replace").count("\n") + 1
+    return f"is not text in {encoding} (line {line:,}, byte {error.start + 1:,}); save it as UTF-8"
 
 
 def manual(page: str) -> str:

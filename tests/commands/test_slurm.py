@@ -109,6 +109,7 @@ def test_a_container_has_the_folder_of_the_images_however_they_are_named(here):
         (other / name).mkdir(parents=True)
     for name in ("a.h5", "a.zarr/.zgroup", "cells/0.tif", "0.tar", "1.tar"):
         (other / name).write_bytes(b"")
+    (here / "photos").symlink_to(other / "cells")
     for source, place in {
         f"{other}/a.h5:deep/x": other,
         f"{other}/a.zarr:deep/x": other / "a.zarr",
@@ -118,6 +119,8 @@ def test_a_container_has_the_folder_of_the_images_however_they_are_named(here):
         f"file://{other}/cells": other / "cells",
         f"{other}/cut=1": other / "cut=1",
         f"{other}/[0]": other / "[0]",
+        "photos": other / "cells",
+        "tiff:photos/": other / "cells",
         "fashion": None,
     }.items():
         script = batch_script(SlurmRequest(command=("train",), run=here / "run", source=source, container="a.sif"))

@@ -26,44 +26,56 @@ def scripts_import_each_other(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts")
 
 
+URLS = f'[project.urls]\nSource = "{SOURCE}"\nDocumentation = "{SITE}/"\n\n'
+
+
 @pytest.fixture
-def filled(tmp_path, monkeypatch):
-    """scripts/addresses.py on a copy of the files that it writes, with addresses in [project.urls]."""
+def addresses(tmp_path, monkeypatch):
+    """scripts/addresses.py on a copy of the files that it writes, of a project that has no address."""
     addresses = importlib.import_module("addresses")
     for name in ("pyproject.toml", *addresses.LINES):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, tmp_path / name)
-    project = tmp_path / "pyproject.toml"
-    urls = f'[project.urls]\nSource = "{SOURCE}"\nDocumentation = "{SITE}/"\n\n[project.scripts]'
-    project.write_text(project.read_text("utf-8").replace("[project.scripts]", urls), "utf-8")
     monkeypatch.setattr(addresses, "ROOT", tmp_path)
+    set_urls(addresses, "")
+    addresses.main([])
     return addresses
 
 
-def test_addresses_of_the_project_go_from_one_place_to_all_files(filled, tmp_path):
-    assert filled.main(["--check"]) == 1
-    assert filled.main([]) == 0
-    assert filled.main(["--check"]) == 0
-    assert tomllib.loads((tmp_path / "zensical.toml").read_text("utf-8"))["project"]["site_url"] == f"{SITE}/"
-    texts = {name: (tmp_path / name).read_text("utf-8") for name in filled.LINES}
-    assert f"\nrepository-code: {SOURCE}\nurl: {SITE}\n" in texts["CITATION.cff"]
-    assert f"\nabout:\n  homepage: {SITE}\n  repository: {SOURCE}\n" in texts["packaging/conda/recipe.yaml"]
-    assert f"    url: {SOURCE}/security/advisories/new\n" in texts[".github/ISSUE_TEMPLATE/config.yml"]
+def set_urls(addresses, urls):
+    """Put a table in place of [project.urls], if there is one."""
+    project = addresses.ROOT / "pyproject.toml"
+    text = re.sub(r"^\[project\.urls\]\n(?:[^\[\n].*\n)*\n", "", project.read_text("utf-8"), flags=re.MULTILINE)
+    project.write_text(text.replace("[project.scripts]", f"{urls}[project.scripts]"), "utf-8")
+
+
+def test_addresses_of_the_project_go_from_one_place_to_all_files(addresses):
+    def texts():
+        return {name: (addresses.ROOT / name).read_text("utf-8") for name in addresses.LINES}
+
+    without = texts()
+    set_urls(addresses, URLS)
+    assert addresses.main(["--check"]) == 1
+    assert addresses.main([]) == 0
+    assert addresses.main(["--check"]) == 0
+    assert tomllib.loads(texts()["zensical.toml"])["project"]["site_url"] == f"{SITE}/"
+    assert f"\nrepository-code: {SOURCE}\nurl: {SITE}\n" in texts()["CITATION.cff"]
+    assert f"\nabout:\n  homepage: {SITE}\n  repository: {SOURCE}\n" in texts()["packaging/conda/recipe.yaml"]
+    assert f"    url: {SOURCE}/security/advisories/new\n" in texts()[".github/ISSUE_TEMPLATE/config.yml"]
     # Another address replaces the first, and without one the files are as they were.
-    moved = (tmp_path / "pyproject.toml").read_text("utf-8").replace("/us", "/them")
-    (tmp_path / "pyproject.toml").write_text(moved, "utf-8")
-    assert filled.main([]) == 0
-    assert [name for name in filled.LINES if "/us/" in (tmp_path / name).read_text("utf-8")] == []
-    shutil.copyfile(ROOT / "pyproject.toml", tmp_path / "pyproject.toml")
-    assert filled.main([]) == 0
-    assert all((tmp_path / name).read_bytes() == (ROOT / name).read_bytes() for name in filled.LINES)
+    set_urls(addresses, URLS.replace("/us", "/them"))
+    assert addresses.main([]) == 0
+    assert [name for name, text in texts().items() if "/us/" in text] == []
+    set_urls(addresses, "")
+    assert addresses.main([]) == 0
+    assert texts() == without
 
 
-def test_an_upload_demands_addresses_and_a_release_that_all_files_have_them(filled):
+def test_an_upload_demands_addresses_and_a_release_that_all_files_have_them(addresses):
     release = runpy.run_path(str(ROOT / "scripts" / "release.py"))
-    assert any("does not have the addresses" in line for line in release["problems"](unfog.__version__, upload=False))
-    shutil.copyfile(ROOT / "pyproject.toml", filled.ROOT / "pyproject.toml")
     assert any("has no [project.urls]" in line for line in release["problems"](unfog.__version__, upload=True))
+    set_urls(addresses, URLS)
+    assert any("does not have the addresses" in line for line in release["problems"](unfog.__version__, upload=False))
 
 
 def test_the_description_on_an_index_of_packages_has_no_dead_link(monkeypatch):

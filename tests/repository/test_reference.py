@@ -104,6 +104,7 @@ def test_items_of_lists_keep_their_paragraphs_tables_and_code_on_the_site(builde
 
 def test_links_to_files_are_text_or_addresses_of_the_repository(builder, monkeypatch):
     text, page = "[a](../src/unfog/text.py#L3) and [b](guide.md#x)", ROOT / "docs/sampling.md"
+    monkeypatch.setattr(builder, "addresses", dict)
     assert builder.convert(text, page) == "a (`src/unfog/text.py`) and [b](guide.md#x)"
     monkeypatch.setattr(builder, "addresses", lambda: {"Source": "https://host/us/unfog"})
     assert (

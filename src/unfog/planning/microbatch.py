@@ -175,15 +175,17 @@ def memory_upper_bound(config: Config, at_once: int) -> float:
 
 
 def _text_bound(network: NetworkSettings, told: ConditionFormat, side: float) -> tuple[float, float]:
-    """Return upper bounds of what a text adds: (weights, numbers kept of each image for the backward pass).
+    """Return upper bounds of the share of a text: (weights, numbers kept of each image for the backward pass).
 
-    Infinite with a pretrained encoder, whose weights lie elsewhere, and while the width is open.
+    Infinite for a network that has no such bound, for a pretrained encoder, and as long as the width is open.
     """
     if told.text is None or told.text_model is not None or not told.text_width or not network.takes_text:
         return math.inf, math.inf
     vocabulary, length = map(int, told.text.statistics)
     width, layers, tokens = told.text_width, told.text_layers, length + 1  # and the start
     weights, activations = network.text_bound(side, width, tokens)
+    if math.isinf(weights):
+        return weights, activations
     weights += width * (vocabulary + tokens + 4 * network.widest + 12 * layers * width)
     return weights, activations + tokens * (8 * width + layers * (60 * width + 8 * (width // TEXT_HEAD + 1) * tokens))
 

@@ -98,20 +98,21 @@ def batch_script(request: SlurmRequest) -> str:
 def _places(words: Iterable[str]) -> Iterator[Path]:
     """Yield the existing files and folders that a SOURCE or a word names, whole or in part, as in NAME=PATH:KIND.
 
-    A pattern of shards names its folder. A word without a path, such as the URL of images, names nothing.
+    A pattern of shards names its folder. A link yields itself and where it leads. A word without a path, such as the
+    URL of images, names nothing.
     """
     for word in words:
-        text = word.removeprefix("file://")
+        text = word.replace("file://", "")
         borders = [match.start() for match in islice(re.finditer("[=:,]", text), _MOST_BORDERS)]
         for start, end in product((-1, *borders), (*borders, len(text))):
             part = os.path.expanduser(text[start + 1 : end])
-            if "/" not in part or part.startswith("//"):  # the current folder is mounted; // begins the host of a URL
+            if not part or part.startswith("//"):  # // begins the host of a URL
                 continue
             before, pattern, _ = re.split(r"([*?{\[]|$)", part, maxsplit=1)
             # A file may have such characters in its name.
             place = os.path.dirname(before) if pattern and not os.path.exists(part) else part
-            if os.path.exists(place):
-                yield Path(os.path.abspath(place))
+            if place and os.path.exists(place):
+                yield from {Path(os.path.abspath(place)), Path(place).resolve()}
 
 
 def _container_prefix(request: SlurmRequest) -> str:

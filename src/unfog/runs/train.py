@@ -195,7 +195,7 @@ def _lost_process_explained(world: World) -> Iterator[None]:
             raise
         raise LostProcess(
             f"rank {world.rank} has lost another rank, which ended or does not answer; unfog resume continues "
-            f"from the newest checkpoint, as torchrun does by itself with --max-restarts ({str(error)[:160]})"
+            "from the newest checkpoint, as torchrun does by itself with --max-restarts (--debug shows torch's error)"
         ) from error
 
 
@@ -233,11 +233,11 @@ def _create_run(session: Session) -> None:
     # config.toml makes the folder a run, which a restart by torchrun must then recognise as its own.
     folder.write_launch_file()
     folder.write_config(config)
+    run.heartbeat.begin()
     if isinstance(config.network, GivenNetwork):
         write_atomic(folder.path / SOURCE_FILE, config.network.source_text().encode(), folder.path)
     folder.checkpoints.mkdir()
     broadcast_config(run.world, folder.checkpoints, config)  # last, as worker ranks look for the folders at once
-    run.heartbeat.begin()
     run.stop.saves = True
 
 
