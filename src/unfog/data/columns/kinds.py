@@ -51,6 +51,11 @@ def column_of(name: str, cells: Sequence[Any], names: Sequence[str], kind: str =
             f'{sanitize(name)}=FILE, from Python condition="{sanitize(name)}=FILE"'
         )
     kind = kind or _find_kind(name, known)
+    if kind not in _MAKERS:
+        raise RequestError(
+            f"condition = {sanitize(name)}:{kind}: {sanitize(name)} has values, and no images; give "
+            f"{sanitize(name)}=FOLDER:{kind} with the images, or omit :{kind}"
+        )
     return _MAKERS[kind](name, values, names)
 
 
