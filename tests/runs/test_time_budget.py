@@ -122,7 +122,7 @@ def test_previews_evaluation_and_checkpoints_take_a_tenth_at_most(seconds):
     assert abs(ended.now - seconds) < max(0.05 * seconds, 1.0)
 
 
-@pytest.mark.parametrize("cost, times", [(5.0, 1), (100.0, 0)])
+@pytest.mark.parametrize(("cost", "times"), [(5.0, 1), (100.0, 0)])
 def test_the_last_step_is_evaluated_if_that_takes_little(cost, times):
     """Else the best checkpoint would be that of the untrained network."""
     ended = Machine(lambda t: 0.1, {"preview": 100.0, "evaluate": cost, "save": 1.0}, start=1.0).run()
