@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,10 +32,13 @@ from unfog.errors import RequestError
 from unfog.evaluation.value_metrics import VALUE_METRICS
 from unfog.inference.evaluation_files import Evaluation
 from unfog.models.settings import DdpmPytorch
+from unfog.pipeline.condition_pictures import conditions_sheet
+from unfog.pipeline.generate import samples_show_unknown, view_grid
 from unfog.pipeline.pack import pack
 from unfog.process.run_folder import RunFolder
 from unfog.values import value_maps
 from unfog.values.colour_map import colour_table
+from unfog.values.columns import Column
 from unfog.values.image_format import ImageFormat, StoredValues
 from unfog.values.unknown import mask_from_text, mask_to_text
 
@@ -77,6 +81,24 @@ def test_integers_keep_the_number_and_the_range_of_the_others(tmp_path):
     # A known value is never rounded to the number.
     zero = StoredValues("uint16", 0, 4095, unknown="0")
     assert zero.to_stored(torch.tensor([-2.0, -1.0, math.nan])).tolist() == [1, 1, 0]
+
+
+def test_pictures_say_how_unknown_pixels_look_only_if_they_show_some():
+    maps = value_maps.flat(value_maps.fit("minmax", planes(FIELDS)))
+    data = Data(size="16x12", channels=4, dtype="float32", map="minmax", map_values=maps, unknown="nan")
+    config = Config(data=data).with_view("1")
+    holes = FIELDS.copy()
+    holes[-1, 2, 3, 1] = math.nan
+    plain = view_grid(config, FIELDS, ())
+    assert len(view_grid(config, holes, ())) == len(plain) + 20, "one line"
+    assert np.array_equal(view_grid(config.with_view("0"), holes, ()), view_grid(config.with_view("0"), FIELDS, ()))
+    sheets = [conditions_sheet(config, (), FIELDS[:2], truth[-2:]) for truth in (FIELDS, holes)]
+    assert len(sheets[1]) == len(sheets[0]) + 20
+    assert not samples_show_unknown(config)
+    mask = np.zeros((4, 12, 16), np.bool_)
+    mask[1, 5, 5] = True
+    masked = replace(config, data=replace(data, unknown_mask=mask_to_text(mask)))
+    assert [samples_show_unknown(masked.with_view(view)) for view in ("1", "0")] == [True, False]
 
 
 def test_samples_have_the_number_and_views_are_black():
@@ -132,6 +154,11 @@ def test_share_and_fixed_mask_are_counted_and_a_dark_channel_is_refused(tmp_path
     assert fit_values(fitted) == (fitted, [])
     found = {each.code: each for each in quick_check_images(fitted, Config(data=fitted.settings))}
     assert f"{HIDDEN.mean():.2%}" in found["data.unknown"].evidence
+    assert "--flip if mirrored images make sense, --network" in found["data.count"].remedy, "augment is refused"
+    columns = {"side": Column("side", "number", np.arange(len(fitted.train), dtype=float))}
+    told = replace(fitted, train=replace(fitted.train, columns=columns))
+    (count,) = (one for one in quick_check_images(told, Config(data=told.settings)) if one.code == "data.count")
+    assert "make sense and no condition depends on left and right, " in count.remedy
     values = with_filler(math.nan)
     values[..., 2] = math.nan
     made = prepare(open_source(saved(tmp_path, values, "y.npy")), Data(unknown="nan"))
@@ -207,8 +234,8 @@ def test_nan_without_the_setting_is_named_with_the_way_on(tmp_path):
         ({"unknown": "nan", "dtype": "uint8"}, "omit data.dtype"),
         ({"unknown": "nan", "dtype": "uint16"}, "not a value of uint16"),
         ({"unknown": "-1", "dtype": "uint16"}, "not a value of uint16"),
-        ({"unknown": "nan", "crop": 0.1}, "omit crop"),
-        ({"unknown": "nan", "augment": 0.15}, "omit augment"),
+        ({"unknown": "nan", "crop": 0.1}, "omit data.crop"),
+        ({"unknown": "nan", "augment": 0.15}, "omit data.augment"),
     ],
 )
 def test_settings_that_do_not_suit_unknown_pixels_are_refused(settings, said):
@@ -268,6 +295,8 @@ def test_runs_do_not_depend_on_the_filler_and_samples_keep_the_fixed_mask(tmp_pa
     assert all(logged[0][name] == logged[1][name] > 0 for name in VALUE_METRICS)
     found = [run.evaluate(VALUE_METRICS, n=12, steps=2) for run in runs]
     assert flat(found[0]) == flat(found[1])
+    assert found[0].drawn["unknown_share"] == pytest.approx(runs[0].config.data.unknown_share, abs=1e-6)
+    assert "samples with unknown values" in found[0].lines()[1]
     assert all(one.value is not None and one.real_high is not None for one in found[0].measured)
     with pytest.raises(RequestError, match="compare pictures"):
         runs[0].evaluate("kid", n=12)

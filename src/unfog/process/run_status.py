@@ -240,6 +240,8 @@ def _seconds_left(metrics: Sequence[Row], steps: int) -> float:
     if len(known) < 2:
         known.insert(0, (0.0, 0.0))
     (first, begun), (last, ended) = known[0], known[-1]
+    if last < 2:  # the first step also allocates, and says little of the others
+        return math.nan
     return max(0, steps) * (ended - begun) / (last - first) if last > first and ended >= begun else math.nan
 
 
