@@ -49,6 +49,11 @@ def run_folder(path: Path, state: str = "running", config: str = "", rows: list[
     return path
 
 
+def test_the_loss_before_the_first_step_is_no_best(tmp_path):
+    run = run_folder(tmp_path / "run", rows=[{"step": 0, "held_out_loss": 1.8}, {"step": 20, "loss": 1.2}])
+    assert RunStatus.read(run).best_text == "–"
+
+
 def test_a_table_of_runs_in_each_state(tmp_path, capsys):
     for state in ("running", "finished", "stopped", "failed", "killed"):
         run_folder(tmp_path / "runs" / state, state)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from unfog.data.columns.given_table import read_given_table
+from unfog.data.columns.given_table import GIVEN_TABLE, read_given_table, save_given_table
 from unfog.errors import RequestError
 from unfog.values.columns import Column
 from unfog.values.condition_format import ConditionFormat, facts_of
@@ -103,3 +103,16 @@ def test_a_table_that_is_nowhere_is_refused(tmp_path):
     (tmp_path / "rows.csv").write_text("age\n3\n")
     with pytest.raises(RequestError, match="no conditions"):
         read_given_table(tmp_path / "rows.csv", ConditionFormat())
+
+
+def test_the_table_of_samples_has_all_that_they_are_told(tmp_path):
+    told = {"age": [1 / 3, None], "marks": ["red;round", ";", None], "place": [[0.1, 1e-9]], "level": ["3"]}
+    given = FORMAT.parse({"class": ["dog"], **told})
+    save_given_table(tmp_path, FORMAT, given, [f"{i:06d}.npy" for i in range(6)])
+    table = read_given_table(tmp_path / GIVEN_TABLE, FORMAT)
+    assert table.files == [f"{i:06d}" for i in range(6)]
+    again = FORMAT.columns_of(FORMAT.parse(table.given), range(6))
+    for name, column in FORMAT.columns_of(given, range(6)).items():
+        np.testing.assert_array_equal(again[name].values, column.values)
+    save_given_table(tmp_path / "none", FORMAT, FORMAT.parse({"class": None}), ["000000.npy"])
+    assert not (tmp_path / "none").exists()

@@ -32,6 +32,8 @@ from unfog.errors import RequestError
 from unfog.evaluation.value_metrics import VALUE_METRICS
 from unfog.inference.evaluation_files import Evaluation
 from unfog.models.settings import DdpmPytorch
+from unfog.pipeline.condition_pictures import conditions_sheet
+from unfog.pipeline.generate import samples_show_unknown, view_grid
 from unfog.pipeline.pack import pack
 from unfog.process.run_folder import RunFolder
 from unfog.values import value_maps
@@ -79,6 +81,24 @@ def test_integers_keep_the_number_and_the_range_of_the_others(tmp_path):
     # A known value is never rounded to the number.
     zero = StoredValues("uint16", 0, 4095, unknown="0")
     assert zero.to_stored(torch.tensor([-2.0, -1.0, math.nan])).tolist() == [1, 1, 0]
+
+
+def test_pictures_say_how_unknown_pixels_look_only_if_they_show_some():
+    maps = value_maps.flat(value_maps.fit("minmax", planes(FIELDS)))
+    data = Data(size="16x12", channels=4, dtype="float32", map="minmax", map_values=maps, unknown="nan")
+    config = Config(data=data).with_view("1")
+    holes = FIELDS.copy()
+    holes[-1, 2, 3, 1] = math.nan
+    plain = view_grid(config, FIELDS, ())
+    assert len(view_grid(config, holes, ())) == len(plain) + 20, "one line"
+    assert np.array_equal(view_grid(config.with_view("0"), holes, ()), view_grid(config.with_view("0"), FIELDS, ()))
+    sheets = [conditions_sheet(config, (), FIELDS[:2], truth[-2:]) for truth in (FIELDS, holes)]
+    assert len(sheets[1]) == len(sheets[0]) + 20
+    assert not samples_show_unknown(config)
+    mask = np.zeros((4, 12, 16), np.bool_)
+    mask[1, 5, 5] = True
+    masked = replace(config, data=replace(data, unknown_mask=mask_to_text(mask)))
+    assert [samples_show_unknown(masked.with_view(view)) for view in ("1", "0")] == [True, False]
 
 
 def test_samples_have_the_number_and_views_are_black():

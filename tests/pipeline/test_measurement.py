@@ -5,10 +5,12 @@ import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import forked
 import unfog
@@ -16,12 +18,18 @@ from conftest import FEW_PICTURES
 from gaussians import normal
 from test_export import DEEP, DIT, MAPPED, MPUNET, UNET, latent_run, run_of
 from test_posterior import COUNT, COVARIANCE, MATRIX, MEAN, NOISE, OBSERVED, closed_form
+from unfog.config.schema import Config
 from unfog.custom import consent
 from unfog.data.settings import Data
 from unfog.diffusion.noise import VP, Cosine
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
-from unfog.pipeline.measurement import build_measurement, moments
+from unfog.pipeline import generate
+from unfog.pipeline.measurement import build_measurement, moments, write_posterior
+from unfog.pipeline.sample_folder import SampleFolder
+from unfog.reporting.image_grids import with_bar
+from unfog.values import value_maps
+from unfog.values.colour_map import colour_table
 
 DOCS = Path(__file__).parents[2] / "docs" / "inverse-problems.md"
 CODE = """
@@ -225,6 +233,29 @@ def test_moments_are_those_of_all_draws():
     mean, deviation = moments(iter(draws))
     np.testing.assert_allclose(mean, draws.mean(0), rtol=1e-6)
     np.testing.assert_allclose(deviation, draws.std(0, ddof=1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("colours", ["grey", "viridis"])
+def test_the_deviation_has_the_colours_of_the_view_and_a_bar_with_its_values(tmp_path, monkeypatch, colours):
+    maps = value_maps.flat(value_maps.fit("minmax", np.array([0.0, 9.0]).reshape(2, 1, 1, 1)))
+    data = Data(size=4, channels=1, dtype="float32", map="minmax", map_values=maps)
+    config = Config(data=data).with_view("0" if colours == "grey" else "0:viridis")
+    draws = np.full((2, 4, 4, 1), 3, np.float32)
+    draws[:, 0, 0] = [[1], [7]]
+    folder = SampleFolder(tmp_path, "", 2, view=config.view)
+    folder.write(range(2), draws)
+    observation = SimpleNamespace(observed=torch.zeros(1))
+    bars = []
+    monkeypatch.setattr(generate, "with_bar", lambda *given: bars.append(given[2]) or with_bar(*given))
+    problem = SimpleNamespace(observation=observation, error=lambda x0: 0.0, name="y", noise=1.0)
+    write_posterior(folder, config, problem)
+    table = colour_table(colours)
+    for name, corner, other in (("mean", 113, 85), ("deviation", 255, 0)):  # (1 + 7) / 2 and 3 of 0 to 9
+        picture = np.asarray(Image.open(tmp_path / f"{name}.png"))
+        assert picture.shape[1] == 128  # enlarged
+        assert np.abs(picture[[0, 127], [0, 127]].astype(int) - table[[corner, other]]).max() <= 2
+        assert np.array_equal(picture[128 + 8, [0, 127]], table[[0, 254]])  # 256 levels on 128 pixels
+    assert bars == [["0", "4.5", "9"], ["0", "2.121", "4.243"]]  # 3 sqrt(2) at the most
 
 
 @pytest.mark.slow

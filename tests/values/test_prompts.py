@@ -15,6 +15,7 @@ from unfog.errors import RequestError
 from unfog.pipeline.sample_folder import SampleFolder
 from unfog.values.columns import Column
 from unfog.values.condition_format import ConditionFormat, facts_of
+from unfog.values.condition_kinds import ColumnFacts
 
 CAPTIONS = ["a red heart, left", "a blue heart", "a red star", "a blue star"] * 3
 NAMES = [f"{i}.png" for i in range(12)]
@@ -37,6 +38,27 @@ def test_prompts_are_cycled_through_and_name_the_samples(format):
     assert format.names(format.parse({"text": "a red star", "age": 5}), 1)[0] == "age=5 a red star"
     both = format.conditions(format.parse(format.with_prompts({"age": [1, 2]}, "a star")), range(2))
     assert both.numbers[:, 0].tolist() == [1, 2]
+
+
+def test_captions_of_pictures_quote_texts_and_names_of_files_keep_numbers(tmp_path):
+    statistics = (0.0, 1.0, -900.0, 90000.0)
+    numbers = (
+        ColumnFacts("angle", "number", statistics=statistics),
+        ColumnFacts("width", "number", statistics=statistics),
+    )
+    format = ConditionFormat(columns=(numbers[0], *facts_of(columns()[1:]), numbers[1]))
+    given = format.parse({"angle": [87.3344, 0.5], "text": "a blue heart, a red star", "width": [3.66568, 2024.0]})
+    assert format.captions(given, 2)[:2] == [
+        'angle=87.3, "a blue heart, a red star", width=3.67',
+        'angle=0.5, "a blue heart, a red star", width=2024',
+    ]
+    close = format.parse({"width": [1234.25, 1234.5, None]})
+    assert format.captions(close, 3)[:3] == ["width=1234.2", "width=1234.5", ""]
+    assert format.captions(format.parse({"text": "a star"}), 1)[0] == "a star"
+    folder = SampleFolder(tmp_path, "", 2, format.names(given, 2), short_names=format.file_names(given, 2))
+    assert folder.file(0).name == "000000-angle_87_3344_a_blue_heart_width_3_66568.png"
+    assert SampleFolder(tmp_path, "", 1, files=["000000-anna"]).file(0).name == "000000-anna.png"
+    assert folder.names[0] == "angle=87.3344 a blue heart, a red star width=3.66568"
 
 
 def test_a_comma_is_a_part_of_a_caption(format):
@@ -71,6 +93,8 @@ def test_prompts_that_cannot_be_drawn_are_refused(format):
             format.parse({"text": [huge]})
     with pytest.raises(RequestError, match="prompt of 18 tokens is longer than the 16 tokens"):
         format.parse({"text": "a red heart " * 6})
+    spaces = " " * 5000
+    assert format.parse({"text": f"{spaces}a red heart{spaces}"}) == format.parse({"text": "a red heart"})
     with pytest.raises(RequestError, match="one such column"):
         ConditionFormat(columns=facts_of([*columns(), caption_column("says", CAPTIONS, NAMES, lambda: np.arange(12))]))
 
@@ -90,8 +114,11 @@ def test_prompts_of_a_file(tmp_path):
     assert read("\ufeffa red heart\r\n\n  über\u2028alles \n".encode()) == ("a red heart", "über\u2028alles")
     for encoding in ("utf-16-le", "utf-16-be"):  # as Notepad writes "Unicode"
         assert read("\ufeffa red heart\r\nüber".encode(encoding)) == ("a red heart", "über")
-    with pytest.raises(RequestError, match=r"prompts = .* is not text"):
-        read(codecs.BOM_UTF16_LE + b"a")
+    for mark, encoding in ((codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be")):
+        with pytest.raises(
+            RequestError, match=r"prompts = .* is not text in UTF-16 \(line 2, byte 7\); save it as UTF-8"
+        ):
+            read(mark + "Ċ\n".encode(encoding) + b"a")  # the letter has a byte of a new line
     assert SampleRequest(run=tmp_path, prompt=("a", "b")).read_prompts() == ("a", "b")
     for wrong in (b"", b"\n \n", "über".encode("latin-1")):
         with pytest.raises(RequestError, match="prompts ="):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from unfog.config.schema import Config
-from unfog.pipeline.generate import with_legend
+from unfog.pipeline.generate import shows_unknown, with_legend
 from unfog.reporting.image_grids import Pixels, captioned_groups
 from unfog.text import sanitize
 from unfog.values.colour_map import category_colours, with_checkers
@@ -22,24 +23,26 @@ SAMPLE, TRUTH = "drawn", "true"
 """Captions of a sample, and of the image whose conditions it has."""
 
 
-def conditions_sheet(config: Config, given: Given, samples: NDArray[np.uint8], truth: Pixels) -> Pixels:
+def conditions_sheet(config: Config, given: Given, samples: NDArray[Any], truth: NDArray[Any]) -> Pixels:
     """Return one picture of samples [N, H, W, C], each beside its conditions that are images, and the true image.
 
-    Below each are its other conditions. `truth`, uint8 [n, H, W, 3], has the images whose conditions the samples cycle
-    through; [0, …] if none is to be shown.
+    Below each are its other conditions. `truth` [n, H, W, C] has the images whose conditions the samples cycle through;
+    [0, …] if none is to be shown.
     """
     numbers = range(len(samples))
     shown = condition_pictures(config, given, numbers) if samples.shape[1:3] == config.image_format.shape[1:] else {}
     parts = {**shown, SAMPLE: config.view(samples)}
     if len(truth):
-        parts[TRUTH] = truth[[i % len(truth) for i in numbers]]
-    return with_legend(captioned_groups(parts, condition_captions(config, given, numbers)), config)
+        parts[TRUTH] = config.view(truth)[[i % len(truth) for i in numbers]]
+    unknown = any(shows_unknown(config, images) for images in (samples, truth) if len(images))
+    return with_legend(captioned_groups(parts, condition_captions(config, given, numbers)), config, unknown)
 
 
 def condition_captions(config: Config, given: Given, numbers: Sequence[int]) -> list[str]:
     """Return the conditions of the samples of these numbers as text, but for those that are images."""
     pictures = {one.name for one in image_columns(config.columns)}
-    names = config.conditions.names(tuple(one for one in given if one[0] not in pictures), max(numbers, default=0) + 1)
+    told = tuple(one for one in given if one[0] not in pictures)
+    names = config.conditions.captions(told, max(numbers, default=0) + 1)
     return [sanitize(names[i % len(names)]) if names else "" for i in numbers]
 
 

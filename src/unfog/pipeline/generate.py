@@ -309,7 +309,14 @@ def _in_columns(samples: NDArray[Any], names: Sequence[str]) -> bool:
 
 def view_grid(config: Config, samples: NDArray[Any], names: Sequence[str]) -> Pixels:
     """Return `sample_grid` of samples [N, H, W, C] as `preview.view` shows them, with the values that colours mean."""
-    return with_legend(sample_grid(config.view(samples), names), config)
+    return with_legend(sample_grid(config.view(samples), names), config, shows_unknown(config, samples))
+
+
+def shows_unknown(config: Config, images: NDArray[Any]) -> bool:
+    """Return True if stored images [N, H, W, C] have unknown values in the channels of `preview.view`."""
+    format = config.image_format
+    known = format.known_planes(images)
+    return known is not None and not known[:, format.shown(parse_view(config.preview.view).channels)].all()
 
 
 def view_channels(config: Config, samples: NDArray[Any], names: Sequence[str]) -> bytes:
@@ -322,31 +329,34 @@ def view_channels(config: Config, samples: NDArray[Any], names: Sequence[str]) -
     return encode_channels(format.planes(samples), ends, captions, format.known_planes(samples))
 
 
-def with_legend(picture: Pixels, config: Config) -> Pixels:
+def samples_show_unknown(config: Config) -> bool:
+    """Return True if some values in the channels of `preview.view` are unknown in all samples of a run."""
+    known = config.data.known_in_samples()
+    return known is not None and not known[config.image_format.shown(parse_view(config.preview.view).channels)].all()
+
+
+def with_legend(
+    picture: Pixels, config: Config, unknown: bool, value: Callable[[int, float], float] | None = None
+) -> Pixels:
     """Return a picture of images in `preview.view` with its values in the units of the source; pictures need none.
 
     One channel has a bar of its colours below. Three have a line above, with the values from -1 to 1 of the model.
-    If pixels may be unknown, the line says how they look.
+    With `unknown`, a line says how unknown pixels look. `value` returns what is shown of a channel where the model has
+    a value from -1 to 1; by default it is the value in the units of the source.
     """
     format = config.image_format
-    if format.is_picture:
+    if format.is_picture and value is None:
         return picture
+    value = value or format.stored_value
     channels, colours = parse_view(config.preview.view)
     shown = format.shown(channels)
-    unknown = [] if format.values.filler is None else [f"{'black' if colours == GREY else 'checkered'}: unknown"]
+    how = [f"images: {'black' if colours == GREY else 'checkered'} is unknown"] if unknown else []
     if len(shown) == 1:
-        picture = with_caption(picture, unknown) if unknown else picture
-        values = [f"{format.stored_value(shown[0], x):.4g}" for x in (-1.0, 0.0, 1.0)]
-        return with_bar(picture, colour_table(colours), values)
-    ends = [(f"{format.stored_value(c, -1.0):.4g}", f"{format.stored_value(c, 1.0):.4g}") for c in shown]
-    return with_caption(
-        picture,
-        [
-            f"{name} channel {c}: {' to '.join(both)}"
-            for name, c, both in zip(channel_names(3), shown, ends, strict=True)
-        ]
-        + unknown,
-    )
+        picture = with_caption(picture, how) if how else picture
+        return with_bar(picture, colour_table(colours), [f"{value(shown[0], x):.4g}" for x in (-1.0, 0.0, 1.0)])
+    ends = [f"{value(c, -1.0):.4g} to {value(c, 1.0):.4g}" for c in shown]
+    named = zip(channel_names(3), shown, ends, strict=True)
+    return with_caption(picture, [f"{name} channel {c}: {both}" for name, c, both in named] + how)
 
 
 _MOST_NAMED = 100  # samples that may have a caption each; more captions are too many to read

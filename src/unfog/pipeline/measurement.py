@@ -23,7 +23,9 @@ from unfog.data.file_rows import map_array
 from unfog.diffusion.posterior import Observation
 from unfog.errors import RequestError
 from unfog.files.safe_files import read_file, regular_file
+from unfog.pipeline.generate import with_legend
 from unfog.pipeline.sample_folder import SampleFolder
+from unfog.reporting.image_grids import grid
 from unfog.reporting.progress import say
 
 MeasureInput = str | PathLike[str] | Callable[[Tensor], Tensor]
@@ -262,12 +264,15 @@ def write_posterior(folder: SampleFolder, config: Config, measurement: Measureme
         return
     mean, deviation = moments(folder.values(i) for i in range(folder.count))
     x0 = format.to_model(format.values.rounded(torch.from_numpy(mean.transpose(2, 0, 1)[None])))
-    folder.save("mean", mean, config.view(format.to_pictures(x0))[0])
-    # Black is a deviation of 0, and white the largest of each channel.
+    # No pixel is unknown, as a run whose samples have such pixels has no measurement.
+    folder.save("mean", mean, with_legend(grid(config.view(format.to_pictures(x0))), config, False))
+    # The lowest colour is a deviation of 0, and the highest the largest of each channel.
     largest = deviation.max((0, 1)).clip(np.finfo(np.float32).tiny)
-    shown = torch.from_numpy((2 * deviation / largest - 1).transpose(2, 0, 1)[None])
-    folder.save("deviation", deviation, config.view(format.to_pictures(shown))[0])
+    scaled = torch.from_numpy((2 * deviation / largest - 1).transpose(2, 0, 1)[None])
+    shown = grid(config.view(format.to_pictures(scaled)))
+    shown = with_legend(shown, config, False, lambda channel, x: float(largest[channel] * (x + 1) / 2))
+    folder.save("deviation", deviation, shown)
     say(
-        f"  mean.npy and deviation.npy are of {folder.count:,} draws; white in deviation.png is "
+        f"  mean.npy and deviation.npy are of {folder.count:,} draws; the largest deviation is "
         + ", ".join(f"{one:.4g}" for one in largest)
     )

@@ -26,7 +26,8 @@ from unfog.text import sanitize
 UNFINISHED = "unfinished.json"
 _LONGEST_TEXT = 2000  # characters of the conditions of all samples in grid.png
 _LONGEST_NEGATIVE = 20  # characters of a negative text in the name of a file
-_LONGEST_NAME = 40  # characters of a class, or of conditions, in the name of a file
+_LONGEST_NAME = 40  # characters of a class, or of conditions, in the name of a file, unless they have short names
+_MOST_BYTES = 160  # of the name in the name of a file, of which file systems take 255
 
 
 @dataclass
@@ -53,15 +54,30 @@ class SampleFolder:
     """Name of each sample's file in place of its conditions; "" or () for these."""
     negative: str = ""
     """Text that the samples were led away from, for their files; "" without such a text."""
+    short_names: Sequence[str] = ()
+    """`names` for the names of files; () takes `names`."""
+    captions: Sequence[str] = ()
+    """`names` for the picture of all samples; () takes `names`."""
 
     def __post_init__(self) -> None:
         self.names = [sanitize(name) for name in self.names]
 
     def file(self, number: int) -> Path:
         """Return the path of a sample."""
-        named = (self.files[number] if self.files else "") or self._name(number)
-        away = _in_file_name(f"not {self.negative}", _LONGEST_NEGATIVE) if self.negative else ""
+        # A table of samples has names with this number.
+        named = self.files[number].removeprefix(f"{number:06d}-") if self.files else ""
+        if not named and self.short_names:
+            named = self.short_names[number % len(self.short_names)]
+        named = named or self._name(number)[:_LONGEST_NAME]
+        away = _in_file_name(f"not {self.negative}"[:_LONGEST_NEGATIVE]) if self.negative else ""
         return self.path / f"{number:06d}{_in_file_name(named)}{away}.png"
+
+    @property
+    def suffix(self) -> str:
+        """Suffix of the files of the samples themselves."""
+        if self.view is None:
+            return ".png"
+        return self.format.suffix if self.format else ".npy"
 
     @property
     def text(self) -> dict[str, str]:
@@ -92,8 +108,8 @@ class SampleFolder:
             if self.settings:
                 text["Settings"] = sanitize(", ".join([*self.settings, f"sample {number}"]))
             if self.view is not None:
-                stored = self.format or SampleFormat(".npy", _npy)
-                write_atomic(self.file(number).with_suffix(stored.suffix), stored.encode(sample), self.path)
+                encode = self.format.encode if self.format else _npy
+                write_atomic(self.file(number).with_suffix(self.suffix), encode(sample), self.path)
                 sample = self.view(sample[None])[0]
             save_png(self.file(number), self.path, sample, text=text)
 
@@ -219,7 +235,8 @@ def _read(path: Path) -> Pixels:
     return pixels if pixels.ndim == 3 else pixels[..., None]
 
 
-def _in_file_name(name: str, longest: int = _LONGEST_NAME) -> str:
+def _in_file_name(name: str) -> str:
     """Return the name of a sample as part of a file name: "-T_shirt"; letters and digits of any language stay."""
-    plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)[:longest]
+    plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)
+    plain = plain.encode()[:_MOST_BYTES].decode(errors="ignore")
     return f"-{plain}" if plain else ""

@@ -192,7 +192,7 @@ def _caption_lines(lines: Sequence[str], count: int, width: int) -> Pixels:
 def with_caption(body: Pixels, parts: Sequence[str]) -> Pixels:
     """Return an image, uint8 [H, W, 3], below the parts of its caption, in as many lines as they need."""
     width = body.shape[1]
-    lines = [_fitted(line, width) for line in _joined(parts, ", ", width)]
+    lines = [line for joined in _joined(parts, ", ", width) for line in _wrapped(joined, width)]
     return np.concatenate([_caption_lines(lines, len(lines), width), body])
 
 

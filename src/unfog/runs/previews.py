@@ -112,7 +112,7 @@ class Previews:
         """
         count, buckets = self.config.preview.images, self.config.size_buckets
         if not buckets:
-            samples, names = self.samples(count, self._given), self.config.conditions.names(self._given, count)
+            samples, names = self.samples(count, self._given), self.config.conditions.captions(self._given, count)
             return Preview(self._grid(self.config, samples, self._shown), view_channels(self.config, samples, names))
         grids = []
         of_buckets = self._of_buckets or [None] * len(buckets)
@@ -125,7 +125,7 @@ class Previews:
     def _grid(self, config: Config, samples: Pixels, shown: ConditionsOfImages | None) -> Pixels:
         """Return one picture of samples [N, H, W, C], with their conditions."""
         if shown is None:
-            return view_grid(config, samples, config.conditions.names(self._given, len(samples)))
+            return view_grid(config, samples, config.conditions.captions(self._given, len(samples)))
         return conditions_sheet(config, shown.given, samples, shown.images)
 
     def seconds_per_sample(self) -> float | None:
@@ -264,8 +264,8 @@ class ConditionsOfImages(NamedTuple):
     """Conditions that samples of a preview cycle through, and the images that have them."""
 
     given: Given
-    images: Pixels
-    """uint8 [n, H, W, 3], in the view of the run."""
+    images: NDArray[Any]
+    """[n, H, W, C], as stored."""
 
 
 def conditions_of_images(config: Config, held_out: ImageSet, train: ImageSet) -> ConditionsOfImages | None:
@@ -276,7 +276,7 @@ def conditions_of_images(config: Config, held_out: ImageSet, train: ImageSet) ->
     # An image that cannot be decoded is replaced by another one, whose conditions are then taken.
     pixels, rows = take_with_rows(images.pixels, np.asarray(evenly_spaced(len(images), config.preview.images)))
     given = config.conditions.rows(images.columns.values(), rows)
-    return ConditionsOfImages(given, config.view(pixels.transpose(0, 2, 3, 1)))
+    return ConditionsOfImages(given, pixels.transpose(0, 2, 3, 1))
 
 
 class _AutoencoderPreviews(Previews):

@@ -15,7 +15,7 @@ import numpy as np
 from unfog.config.requests.sample import SampleRequest, SamplingRequest, is_model
 from unfog.config.spec_strings import quote
 from unfog.config.validate import check_out, check_sample_size, report_dropped_levels, resolve_sampler
-from unfog.data.columns.given_table import read_given_table
+from unfog.data.columns.given_table import read_given_table, save_given_table
 from unfog.data.scans.write import sample_format
 from unfog.errors import RequestError
 from unfog.files.seals import seal_of
@@ -24,6 +24,7 @@ from unfog.process.machine_key import machine_key
 from unfog.process.run_folder import RunFolder, unused_path
 from unfog.reporting.image_grids import Pixels, captioned_grid, grid, save_png, with_caption
 from unfog.reporting.progress import Progress, plural, say
+from unfog.text import sanitize
 from unfog.values.buckets import share_samples
 from unfog.values.kinds.image_kinds import image_columns
 
@@ -101,6 +102,9 @@ def _sample(request: SampleRequest, stored: Config, load: Callable[[], Run]) -> 
         if measurement is not None:
             write_posterior(folder, run.config, measurement)
         edited = _edited(edit, run.config.image_format) if edit and not cells else ()
+        if folder.view is not None:  # files of values have no text "Given"
+            files = [folder.file(number).with_suffix(folder.suffix).name for number in range(folder.count)]
+            save_given_table(out, run.config.conditions, prepared.generation.given, files)
         write_grid(folder, run.config, edited, strip, cells)
     return out
 
@@ -171,6 +175,8 @@ def _sample_folder(path: Path, digest: str, config: Config, prepared: PreparedSa
         format=sample_format(config.source, config.data.slices) if own else None,
         files=prepared.files,
         negative=format.show_text(generation.negative),
+        short_names=format.file_names(generation.given, generation.count),
+        captions=[sanitize(caption) for caption in format.captions(generation.given, generation.count)],
     )
 
 
@@ -264,16 +270,18 @@ def write_grid(
 
     The samples of an edit come after `edited`, its image and mask. `cells` are the captions of a grid of conditions.
     """
-    from unfog.pipeline.generate import named_grid, with_legend
+    from unfog.pipeline.generate import named_grid, samples_show_unknown, with_legend
 
     if folder.count > _MAX_IN_GRID:
         say(f"  grid.png shows the first {_MAX_IN_GRID:,} of {folder.count:,} samples")
     first = folder.first(_MAX_IN_GRID)
     if cells is not None:
         image = captioned_grid(first, cells.across, cells.down)
+    elif edited:
+        image = grid(np.concatenate([np.stack(edited), first]))
     else:
-        image = grid(np.concatenate([np.stack(edited), first])) if edited else named_grid(first, folder.names)
-    image = with_legend(image, config)
+        image = named_grid(first, folder.captions or folder.names)
+    image = with_legend(image, config, samples_show_unknown(config))
     said = (*folder.settings, *(cells.shared if cells else ()))
     captioned = with_caption(image, said) if said else image
     save_png(folder.path / "grid.png", folder.path, captioned, folder.text)

@@ -39,9 +39,13 @@ KINDS.update({TextKind.name: TextKind(), **IMAGE_KINDS})
 
 AUGMENT_INPUTS = 9
 """Length of `Conditions.augment`."""
+Shown: TypeAlias = tuple[ColumnFacts, str]
+"""A value of a column as text."""
 Given: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
 """Conditions of samples: (name of a column, values that the samples cycle through), each column by itself."""
 _MOST_CONCERNS = 3  # lines on values of one column
+_NUMBERS = ("number", "vector")  # kinds whose values are numbers
+_LONGEST_NAME = 40  # characters of conditions in the name of a file
 _LONGEST_CYCLE = 1000  # names of samples that columns of different lengths have together
 
 
@@ -303,7 +307,7 @@ class ConditionFormat:
             elif len(values) > 1:
                 raise RequestError(f"given {name!r} has {len(values)} values, and cells of a grid share one; give one")
             found.append((name, values))
-        shared = " ".join(self.names(tuple(one for one in found if one[0] not in axes), 1)[:1])
+        shared = "".join(self.captions(tuple(one for one in found if one[0] not in axes), 1)[:1])
         return tuple(found), CellNames(names[0], names[1] if names[1:] else (), (shared,) if shared else ())
 
     def _unknown(self, name: str) -> str:
@@ -392,17 +396,50 @@ class ConditionFormat:
 
         A caption is without the name of its column.
         """
+        return [" ".join(map(self._named, shown)) for shown in self._cycled(given, count)]
+
+    def captions(self, given: Given, count: int) -> list[str]:
+        """Return `names` as captions of pictures, such as 'age=60.2, "a cat", width=3'.
+
+        Numbers have as few digits as tell samples apart, and a text is in quotes if it has company.
+        """
+
+        def caption(shown: Sequence[Shown]) -> str:
+            quoted = ((facts, f'"{text}"' if facts.kind == TEXT and len(shown) > 1 else text) for facts, text in shown)
+            return ", ".join(map(self._named, quoted))
+
+        return [caption(shown) for shown in self._cycled(given, count, rounded=True)]
+
+    def file_names(self, given: Given, count: int) -> list[str]:
+        """Return `names` of 40 characters for files: texts are cut first, then categories, and numbers never."""
+
+        def file_name(shown: Sequence[Shown]) -> str:
+            parts = [*shown]
+            for texts in (True, False):
+                for i, (facts, text) in enumerate(parts):
+                    over = len(" ".join(map(self._named, parts))) - _LONGEST_NAME
+                    if over > 0 and (facts.kind == TEXT if texts else facts.kind not in _NUMBERS):
+                        parts[i] = (facts, text[: max(0, len(text) - over)].rstrip())
+            return " ".join(self._named(part) for part in parts if part[1])
+
+        return [file_name(shown) for shown in self._cycled(given, count)]
+
+    def _named(self, shown: Shown) -> str:
+        """Return a value with the name of its column; a text, and the class of a run of classes alone, without it."""
+        facts, text = shown
+        return f"{facts.name}={text}" if self.columns and facts.kind != TEXT else text
+
+    def _cycled(self, given: Given, count: int, rounded: bool = False) -> list[list[Shown]]:
+        """Return the known values of each sample as text, until they repeat."""
         facts = self._facts_by_name
-        named = {one.name for one in self.facts if one.kind != TEXT} if self.columns else ()
         lengths = [len(values) for _, values in given] or [0]
         cycle = min(math.lcm(*lengths), max(*lengths, count, _LONGEST_CYCLE))
-
-        def name(i: int) -> str:
-            each = ((facts[one], values[i % len(values)]) for one, values in given)
-            shown = [(one.name, kind_of(one.kind).show(one, value)) for one, value in each]
-            return " ".join(f"{one}={text}" if one in named else text for one, text in shown if text)
-
-        return [name(i) for i in range(cycle)]
+        shown = list[tuple[ColumnFacts, list[str]]]()
+        for name, values in given:
+            one, kind = facts[name], kind_of(facts[name].kind)
+            shown.append((one, kind.captions(one, values) if rounded else [kind.show(one, each) for each in values]))
+        samples = ([(one, texts[i % len(texts)]) for one, texts in shown] for i in range(cycle))
+        return [[part for part in parts if part[1]] for parts in samples]
 
 
 def given_labels(given: Given) -> tuple[int, ...]:

@@ -154,6 +154,14 @@ class ConditionKind:
         """Return a value as text, for people and names of files; "" if it is not known."""
         return f"{value}"
 
+    def captions(self, facts: ColumnFacts, values: Sequence[Any]) -> list[str]:
+        """Return values as short texts for captions; "" where they are not known."""
+        return [self.show(facts, value) for value in values]
+
+    def cell(self, facts: ColumnFacts, value: Any) -> str:
+        """Return a value as a cell of a table, from which `parse` makes the same value; "" if it is not known."""
+        return self.show(facts, value)
+
 
 class ClassKind(ConditionKind):
     """One of several classes; an image has one such condition, the column "class"."""
@@ -232,6 +240,12 @@ class NumberKind(ConditionKind):
 
     def show(self, facts: ColumnFacts, value: float) -> str:
         return f"{value:g}" if value == value else ""
+
+    def captions(self, facts: ColumnFacts, values: Sequence[float]) -> list[str]:
+        return _rounded([self.show(facts, value) for value in values])
+
+    def cell(self, facts: ColumnFacts, value: float) -> str:
+        return repr(float(value)) if value == value else ""
 
     def concern(self, facts: ColumnFacts, value: float) -> str:
         low, high = facts.statistics[2:]
@@ -366,6 +380,12 @@ class VectorKind(ConditionKind):
     def show(self, facts: ColumnFacts, value: Sequence[float]) -> str:
         return ";".join(f"{each:g}" for each in value) if value[0] == value[0] else ""
 
+    def captions(self, facts: ColumnFacts, values: Sequence[Sequence[float]]) -> list[str]:
+        return _rounded([self.show(facts, value) for value in values])
+
+    def cell(self, facts: ColumnFacts, value: Sequence[float]) -> str:
+        return ";".join(repr(float(each)) for each in value) if value[0] == value[0] else ""
+
     def concern(self, facts: ColumnFacts, value: Sequence[float]) -> str:
         size = self.width(facts)
         low, high = facts.statistics[2 * size : 3 * size], facts.statistics[3 * size :]
@@ -374,6 +394,20 @@ class VectorKind(ConditionKind):
                 has = f"which have {low[i]:g} to {high[i]:g}"
                 return f"number {i + 1} of {facts.name} = {each:g} is outside of the training images, {has}"
         return ""
+
+
+def _rounded(shown: Sequence[str]) -> list[str]:
+    """Return numbers, joined by semicolons, with as few digits as tell the texts apart: 3 to 6, or all whole ones."""
+
+    def number(text: str, digits: int) -> str:
+        whole = len(f"{abs(float(text)):.0f}")
+        return f"{float(text):.{max(digits, min(whole, 6))}g}"
+
+    for digits in (3, 4, 5):
+        short = [";".join(number(part, digits) for part in text.split(";")) if text else "" for text in shown]
+        if len({*short}) == len({*shown}):
+            return short
+    return [*shown]
 
 
 NUMBER_INPUTS = 12

@@ -1,7 +1,9 @@
-"""A table of conditions to draw: a row for each sample, with the columns of a run."""
+"""A table of conditions to draw: a row for each sample, with the columns of a run; and the table of what was drawn."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -12,14 +14,17 @@ from unfog.data.columns.kinds import cell_value
 from unfog.data.sources.base import LabelTable
 from unfog.data.sources.label_tables import FILE_COLUMNS, LABEL_COLUMNS, column_key, normalize_label, read_rows
 from unfog.errors import RequestError
+from unfog.files.safe_files import write_atomic
 from unfog.text import sanitize
 from unfog.values.columns import CLASS
-from unfog.values.condition_format import TEXT, ConditionFormat
+from unfog.values.condition_format import TEXT, ConditionFormat, Given
 from unfog.values.condition_kinds import ColumnFacts, kind_of
 from unfog.values.kinds.image_kinds import IMAGE_KINDS
 
 MOST_ROWS = 1_000_000
 """Most rows of a table of conditions."""
+GIVEN_TABLE = "given.csv"
+"""Name of the table of the conditions of samples, in their folder."""
 _COMPARED, _SHOWN = 1000, 12  # columns whose names are compared with those of conditions, and shown in a message
 
 
@@ -63,6 +68,25 @@ def read_given_table(path: Path, format: ConditionFormat) -> GivenTable:
         given[name] = [read(said, i, facts[name], row.get(column)) for i, row in enumerate(rows)]
     files = [_stem(row.get(file)) for row in rows] if file else []
     return GivenTable(given, files, [sanitize(name[:60]) for name in others if name != file][:_SHOWN])
+
+
+def save_given_table(folder: Path, format: ConditionFormat, given: Given, files: Sequence[str]) -> None:
+    """Write the conditions of samples as a table that `read_given_table` reads. Nothing without conditions.
+
+    Each of `files` has a row. Conditions that are images, and those that no sample is told, have no column.
+    """
+    columns = dict[str, list[str]]()
+    for facts in format.facts:
+        cells = [kind_of(facts.kind).cell(facts, value) for value in dict(given).get(facts.name, ())]
+        if any(cells) and facts.kind not in IMAGE_KINDS:
+            columns[facts.name] = cells
+    if not columns:
+        return
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow([FILE_COLUMNS[0], *columns])
+    writer.writerows([file, *(column[i % len(column)] for column in columns.values())] for i, file in enumerate(files))
+    write_atomic(folder / GIVEN_TABLE, table.getvalue().encode(), folder)
 
 
 def _usual(header: Sequence[str], known: Sequence[str], facts: Mapping[str, ColumnFacts]) -> str:

@@ -117,10 +117,12 @@ def _data(run: LoadedRun) -> _Data:
     used, held_out = (report.get(key) for key in ("used", "held_out"))
     known = isinstance(used, int) and isinstance(held_out, int)
     values = config.image_format.values
+    sizes = [f"{one.sides} ({one.images:,} images)" for one in config.size_buckets]
     rows = [
         ("source", name),
         ("images", f"{used:,}, of which {held_out:,} were held out of training" if known else "not recorded"),
         ("size", str(config.image_format)),
+        *([("trained in sizes", ", ".join(sizes))] if sizes else []),
         *([("-1 to 1 of the model", describe(values.maps))] if values.maps else []),
         *([("seamless along", " and ".join(config.data.wrapped))] if config.data.wrapped else []),
         *([("unknown values", f"{config.data.unknown_share:.2%}, left out")] if config.data.has_unknown else []),
