@@ -59,6 +59,8 @@ def settings_page() -> str:
             lines += [f"- **{title}**: {_value(title, text)}" for title, text in rows.items() if text]
             registry = registry_of(each.annotation)
             lines += [f"- **choices**: {_choices(registry)}"] if registry else []
+            said = " ".join(f"`{word}`: {text}" for word, text in each.rules.choices)
+            lines += [f"- **choices**: {said}"] if said else []
             lines += [""]
     return _page(lines)
 

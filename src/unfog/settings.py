@@ -61,6 +61,8 @@ class Rules:
     """File with the measurements, or with more about the setting."""
     paper: str = ""
     """Publication that the setting comes from."""
+    choices: tuple[tuple[str, str], ...] = ()
+    """What each choice is, of choices without settings: ("ddim", "first order, one call a step")."""
     flag: str = ""
     """Name of the flag if it is not the name of the field, such as `for`, a keyword of Python."""
     metavar: str = ""

@@ -96,8 +96,9 @@ def encoding_of_mark(content: bytes) -> str:
 
 def not_utf8(error: UnicodeDecodeError) -> str:
     """Return the problem with a file that cannot be decoded, where it is, and the remedy."""
-    line = error.object.count(b"\n", 0, error.start) + 1
-    return f"is not text in UTF-8 (line {line:,}, byte {error.start + 1:,}); save it as that"
+    encoding = "UTF-16" if error.encoding.startswith("utf-16") else "UTF-8"
+    line = error.object[: error.start].decode(error.encoding, "replace").count("\n") + 1
+    return f"is not text in {encoding} (line {line:,}, byte {error.start + 1:,}); save it as UTF-8"
 
 
 def manual(page: str) -> str:

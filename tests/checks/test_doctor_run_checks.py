@@ -198,6 +198,8 @@ def test_refused_steps_name_the_images_that_did_it(tmp_path):
     assert found.facts["images"]["bad.png"] == 3
     assert found.remedy.endswith("bad.png")
     assert tuple(found.figures[0].table[1][i] for i in (0, 3, 4)) == ("100", "bad.png, 100.png", "0.50, 0.25")
+    for usual, remedy in ((LR / 10, f"--lr {LR / 10:.2g}"), (LR, "--precision fp32"), (None, "--precision fp32")):
+        assert remedy in _check_stability(a_record(tmp_path, lines(), [{"kind": "step_refused"}]), usual).remedy
     back = {"kind": "rolled_back", "step": 400, "reason": "it rose", "lr": LR / 4}
     found = _check_stability(a_record(tmp_path, lines(loss=lambda step: 0.5), [back]), usual_lr=LR / 10)
     assert found.severity == "warning"

@@ -61,6 +61,16 @@ NO_FOLDER = RunFolder(Path("none"))
 SEVERE = ("fatal", "warning")
 
 
+def test_a_rate_far_above_the_usual_is_named_for_a_step_that_was_not_finite():
+    config = replace(Config(source="x"), network=UNet())
+    usual = default_learning_rate(10**6, config.training.batch, config.network, config.optimizer.method)
+    for times, said in ((2.0, ""), (1000.0, f"1,000 times the usual {usual:.2g}: lower it first")):
+        changed = replace(config, optimizer=replace(config.optimizer, lr=times * usual))
+        found = rate_checks.describe_high_rate(changed, 10**6)
+        assert said in found
+        assert bool(said) == bool(found)
+
+
 @pytest.fixture(scope="module")
 def fashion():
     return prepare(open_source("fashion"), Data(cache="memory"))

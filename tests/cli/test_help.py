@@ -26,10 +26,11 @@ from unfog.config.schema import SHORT, Config
 from unfog.config.spec_strings import registry_of
 from unfog.config.toml import from_toml, read_toml, to_toml, update
 from unfog.data.settings import TRAINING_ONLY, Data
+from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.pipeline.pack import pack
 from unfog.runs.start import add_autoencoder
-from unfog.settings import argument, setting
+from unfog.settings import argument, rules_of, setting
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -286,6 +287,14 @@ CONCEPTS = {
     "wandb": "--log.sinks", "webdataset": "SOURCE", "num_workers": "threads", "multi-GPU": "torchrun",
     "finder": "find-lr", "epoch": "--images", "mode collapse": "--guidance 1", "HEIC": "JPEG",
     "square": "--aspect keep", "privacy": "images stay on this machine", "upload": "a connection is opened only if",
+    "loss spikes": "not finite", "exploding gradients": "not finite", "gradient clip": "training.clip",
+    "max norm": "training.clip", "gradient norm": "gradient_norm", "color jitter": "--data.jitter",
+    "CosineAnnealingLR": "optimizer.schedule", "average_parameters": "an EMA is always", "ema warmup": "--ema fixed",
+    "DistributedSampler": "torchrun", "q_sample": "add_noise", "p_sample": "--sampler", "alpha_bar": "alpha^2",
+    "sample_fp32": "--precision fp32", "scaler_state_dict": "scaler", "checkpoint_latest": "unfog resume",
+    "caption": "--prompt", "fine-tune": "--init", "playground": "unfog serve", "how many images": "unfog doctor",
+    "bigger pictures": "--size", "copyright": "copies", "windows": "install", "mac": "install",
+    "transparent": "--data.background",
 }  # fmt: skip
 
 
@@ -319,6 +328,10 @@ def test_advice_names_commands_flags_and_pages_that_exist():
 def test_samplers_and_presets_are_explained(said, name):
     text = said("explain", name)
     assert "a choice of --sampler" in text
+    own = dict(rules_of(Sampler.__dataclass_fields__["kind"]).choices)[name]
+    assert text.partition("a choice of --sampler\n\n")[2].startswith(f"  {own[:60]}"), (
+        "each has its own text, below its name"
+    )
     assert ("a choice of --preset" in text) == (name in PRESETS)
 
 

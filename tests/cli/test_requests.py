@@ -306,7 +306,7 @@ TABLE = [
     ("train fashion --steps 5 --steps 6", "given twice: '--steps 5' and '--steps 6'"),
     ("train fashion --steps 5 --training.steps 6", "given twice"),
     ("train fashion --flip --no-flip", "given twice"),
-    ("sample runs/photos --label a --label b", "after one flag: '--label a b'"),
+    ("sample runs/photos --label a --label b", "after one flag: --label a b"),
     ("evaluate runs/photos --metric fid", "but of unfog ema-sweep; did you mean --metrics?"),
     (
         "train fashion --network unet:channels=32/64",
@@ -375,6 +375,11 @@ TABLE = [
 @pytest.mark.parametrize(("words", "said"), TABLE, ids=[words for words, _ in TABLE])
 def test_what_is_said(refused, words, said):
     assert said in refused(*words.split())
+
+
+def test_values_of_a_flag_given_twice_are_quoted_in_the_remedy(refused):
+    said = refused("sample", "run", "--prompt", "a red cat", "--prompt", "a fish")
+    assert "give all values after one flag: --prompt 'a red cat' 'a fish'" in said
 
 
 @pytest.mark.slow

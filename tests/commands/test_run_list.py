@@ -1,6 +1,7 @@
 """`unfog runs` and `unfog watch`: from run folders to a table, JSON and charts, without torch."""
 
 import json
+import math
 import os
 import pty
 import re
@@ -48,6 +49,11 @@ def run_folder(path: Path, state: str = "running", config: str = "", rows: list[
     return path
 
 
+def test_the_loss_before_the_first_step_is_no_best(tmp_path):
+    run = run_folder(tmp_path / "run", rows=[{"step": 0, "held_out_loss": 1.8}, {"step": 20, "loss": 1.2}])
+    assert RunStatus.read(run).best_text == "–"
+
+
 def test_a_table_of_runs_in_each_state(tmp_path, capsys):
     for state in ("running", "finished", "stopped", "failed", "killed"):
         run_folder(tmp_path / "runs" / state, state)
@@ -66,6 +72,15 @@ def test_a_table_of_runs_in_each_state(tmp_path, capsys):
         assert "60/150" in table[state]
         assert "held_out_loss 0.03333" in table[state]
         assert " s" in table[state]
+
+
+@pytest.mark.parametrize(("steps", "left"), [((1,), math.nan), ((1, 3), 147.0)])
+def test_the_first_step_alone_says_nothing_of_the_time_left(tmp_path, steps, left):
+    rows = [{"step": step, "seconds": 16.0 + step} for step in steps]  # 17 s for the first step, then 1 s each
+    run = run_folder(tmp_path / "run", rows=rows)
+    beat = json.loads((run / "heartbeat.json").read_text())
+    (run / "heartbeat.json").write_text(json.dumps(beat | {"step": steps[-1]}))
+    assert RunStatus.read(run).seconds_left == pytest.approx(left, nan_ok=True)
 
 
 def test_json_has_numbers_and_null(tmp_path, capsys):

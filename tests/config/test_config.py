@@ -79,7 +79,7 @@ def test_any_number_survives_toml(number):
             "must be one of cosine, flow, linear, logitnormal, lognormal, sigmoid, or a table",
         ),
         ("[training", "not valid TOML"),
-        ("[training]\n# caf\udce9\n", "is not text in UTF-8 (line 2, byte 17); save it as that"),
+        ("[training]\n# caf\udce9\n", "is not text in UTF-8 (line 2, byte 17); save it as UTF-8"),
     ],
 )
 def test_mistakes_are_named(tmp_path, text, message):

@@ -320,7 +320,21 @@ def test_integers_that_use_little_of_their_bits_are_said(tmp_path: Path, most: i
     values = (TWELVE.astype(float) * most / 4095).round().astype(np.uint16)
     place = folder(tmp_path / "s", {f"{i:02}.png": image for i, image in enumerate(values)})
     lines = prepare(open_source(place), replace(MEMORY, **asked)).warnings
-    assert [said in line and f"integers up to {most:,}" in line for line in lines] == [True] * bool(said)
+    assert [line.endswith(said) and f"integers up to {most:,}" in line for line in lines] == [True] * bool(said)
+
+
+def test_the_range_that_is_advised_keeps_that_of_floats(tmp_path: Path) -> None:
+    files: dict[str, Any] = {f"{i}.tif": RNG.random((16, 16), np.float32) for i in range(6)}
+    files |= {f"deep {i}.png": (image * 2.4).astype(np.uint16) for i, image in enumerate(TWELVE[:6])}
+    place = folder(tmp_path / "s", files)
+    (line,) = prepared(place).warnings
+    assert line.endswith(
+        "integers up to 9,828, which use 60% of the range 0 to 16383; if that is the sensor's largest "
+        "value, give --data.range 0 9828 0 1"
+    )
+    advised = prepare(open_source(place), replace(MEMORY, range=(0, 9828, 0, 1)))
+    assert (advised.train.pixels[:].max((1, 2, 3)) > 250).all()
+    assert not advised.warnings
 
 
 @pytest.mark.parametrize("where", ["memory", "disk", "none"])

@@ -110,7 +110,7 @@ def test_odd_files_are_read_or_named(tmp_path):
     for said in ("1 not in UTF-8", "02.png", "NUL", "larger than 64 KB", f"longer than {MOST_LENGTH} tokens"):
         assert said in line
     assert "1 empty (such as 03.png)" in line
-    assert "1 without a text file that can be read (such as 04.png)" in line
+    assert "1 without a text file (such as 04.png)" in line
 
 
 def test_links_and_folders_in_place_of_captions_are_not_read(tmp_path):
@@ -121,9 +121,17 @@ def test_links_and_folders_in_place_of_captions_are_not_read(tmp_path):
     (path / "01.txt").symlink_to("/dev/zero")
     dataset = loaded(path)
     assert texts_of(dataset)[:3] == ["", "", "a red moon"]
-    named, counted = dataset.warnings
-    assert "2 in a file that is a folder, a broken link or a device (such as 00.png, 01.png)" in named
-    assert "2 without a text file that can be read (such as 00.png, 01.png)" in counted
+    (line,) = dataset.warnings
+    assert line == "text: 2 with a text file that is a folder, a broken link or a device (such as 00.png, 01.png)"
+
+
+def test_text_files_may_hold_classes(tmp_path):
+    path = folder(tmp_path / "txt", ["heart\n", "star"] * 6)
+    (path / "00.txt").unlink()
+    (path / "00.txt").mkdir()
+    made = loaded(path, "text:category").train.columns["text"]
+    assert made.categories == ("heart", "star")
+    assert made.values[:3].tolist() == [-1, 1, 0]
 
 
 def test_large_texts_of_an_archive_are_not_unpacked(tmp_path):

@@ -169,7 +169,7 @@ def test_masks_that_say_nothing_or_are_pictures_are_refused(tmp_path):
         Image.new("L", (WIDTH, HEIGHT)).save(path)
     found = read(images, f"mask={masks}")
     assert found.train.columns["mask"].kind == "image"
-    assert any("mask=SOURCE:mask" in line for line in found.warnings)
+    assert any("end the condition with :mask" in line for line in found.warnings)
     with pytest.raises(RequestError, match="one value"):
         read(images, f"mask={masks}:mask")
     with pytest.raises(RequestError, match="64 values"):
@@ -195,6 +195,37 @@ def test_pictures_and_arrays_are_conditions_in_their_units(tmp_path):
     assert np.array_equal(column.values, heights.transpose(0, 3, 1, 2))
     (facts,) = facts_of([column])
     assert facts.statistics[3:] == pytest.approx([*heights.min((0, 1, 2)), *heights.max((0, 1, 2))])
+
+
+def test_arrays_beside_the_images_of_a_file_are_images_too(tmp_path):
+    rng = np.random.default_rng(0)
+    mask = rng.choice([0, 3], (6, HEIGHT, WIDTH))
+    arrays = {"mask": mask, "lit": mask > 0, "height": rng.normal(0, 90, (6, HEIGHT, WIDTH, 2)).astype(np.float32)}
+    images = rng.integers(0, 255, (6, HEIGHT, WIDTH, 3), np.uint8)
+    np.savez(tmp_path / "x.npz", images=images, few=mask[:5], tall=mask[:, :, :8], age=np.arange(6.0), **arrays)
+    for name, values in arrays.items():
+        np.save(tmp_path / f"{name}.npy", values)
+    np.save(tmp_path / "short.npy", mask[:5] > 0)
+    np.save(tmp_path / "long.npy", np.concatenate([mask, mask[:1]]))
+    together = read(tmp_path / "x.npz", "height,mask,age,lit").train.columns
+    apart = read(tmp_path / "x.npz", ",".join(f"{name}={tmp_path / name}.npy" for name in arrays)).train.columns
+    for name in arrays:
+        one, other = together[name], apart[name]
+        assert (one.kind, one.categories) == (other.kind, other.categories)
+        assert np.array_equal(one.values, other.values)
+    assert (together["age"].kind, together["mask"].categories) == ("number", ("0", "3"))
+    assert read(tmp_path / "x.npz", "mask:image").train.columns["mask"].kind == "image"
+    for condition, said in (
+        ("few", "few of .*x.npz has 5 images, and there are 6"),
+        ("tall", "other proportions, 16x12 and 8x12"),
+        ("mask:number", "are images, and not of kind number; omit :number"),
+        ("age:mask", "age has values, and no images; give age=FOLDER:mask"),
+        ("mask,mask=mask.npy", "twice"),
+        (f"mask={tmp_path / 'short.npy'}", "short.npy has 5 images, and there are 6; give one for each"),
+        (f"mask={tmp_path / 'long.npy'}", "long.npy has 7 images, and there are 6"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            read(tmp_path / "x.npz", condition)
 
 
 def test_a_damaged_mask_is_named_and_its_image_stays(tmp_path):

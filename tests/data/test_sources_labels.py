@@ -270,14 +270,14 @@ def test_tables_that_will_not_do(photos: Path, tmp_path: Path, text: str, said: 
 
 def test_damaged_tables_end_in_a_line(photos: Path, tmp_path: Path) -> None:
     for name, content, said in (
-        ("a.csv", b"file,label\n\xff\xfe.png,cat\n", r"not text in UTF-8 \(line 2, byte 12\); save it as that"),
+        ("a.csv", b"file,label\n\xff\xfe.png,cat\n", r"not text in UTF-8 \(line 2, byte 12\); save it as UTF-8"),
         ("a.jsonl", b'{"file": "0.png", "label": "a"}\n{"file": x}\n', r"Expecting value in line 2, character 10"),
         ("a.jsonl", b'{"file": "0.png",\n"label": "caf\xe9"}\n', r"not text in UTF-8 \(line 2, byte 32\)"),
         ("a.jsonl", b'{"file": "0.png"', "is damaged"),
         ("a.jsonl", b"[1, 2]\n", "line 1 is not an object in braces"),
         ("a.jsonl", b'{"file": "0.png", "label": ["cat", "dog"]}', "one label, a text or a whole number"),
         ("a.jsonl", b"[" * 100_000, "is damaged"),
-        ("a.csv", b"file,label\n" + b"x" * 200_000 + b",cat\n", "field larger than field limit"),
+        ("a.csv", b"file,label\n" + b"x" * 200_000 + b",cat\n", "a cell of more than 131,072 characters; shorten it"),
         ("a.csv", b"file,label\n0.png\0,cat\n", "is damaged|no row of"),
     ):
         (tmp_path / name).write_bytes(content)

@@ -38,6 +38,7 @@ from unfog.pipeline.pack import pack
 from unfog.process.run_folder import RunFolder
 from unfog.values import value_maps
 from unfog.values.colour_map import colour_table
+from unfog.values.columns import Column
 from unfog.values.image_format import ImageFormat, StoredValues
 from unfog.values.unknown import mask_from_text, mask_to_text
 
@@ -153,6 +154,11 @@ def test_share_and_fixed_mask_are_counted_and_a_dark_channel_is_refused(tmp_path
     assert fit_values(fitted) == (fitted, [])
     found = {each.code: each for each in quick_check_images(fitted, Config(data=fitted.settings))}
     assert f"{HIDDEN.mean():.2%}" in found["data.unknown"].evidence
+    assert "--flip if mirrored images make sense, --network" in found["data.count"].remedy, "augment is refused"
+    columns = {"side": Column("side", "number", np.arange(len(fitted.train), dtype=float))}
+    told = replace(fitted, train=replace(fitted.train, columns=columns))
+    (count,) = (one for one in quick_check_images(told, Config(data=told.settings)) if one.code == "data.count")
+    assert "make sense and no condition depends on left and right, " in count.remedy
     values = with_filler(math.nan)
     values[..., 2] = math.nan
     made = prepare(open_source(saved(tmp_path, values, "y.npy")), Data(unknown="nan"))
@@ -228,8 +234,8 @@ def test_nan_without_the_setting_is_named_with_the_way_on(tmp_path):
         ({"unknown": "nan", "dtype": "uint8"}, "omit data.dtype"),
         ({"unknown": "nan", "dtype": "uint16"}, "not a value of uint16"),
         ({"unknown": "-1", "dtype": "uint16"}, "not a value of uint16"),
-        ({"unknown": "nan", "crop": 0.1}, "omit crop"),
-        ({"unknown": "nan", "augment": 0.15}, "omit augment"),
+        ({"unknown": "nan", "crop": 0.1}, "omit data.crop"),
+        ({"unknown": "nan", "augment": 0.15}, "omit data.augment"),
     ],
 )
 def test_settings_that_do_not_suit_unknown_pixels_are_refused(settings, said):
@@ -289,6 +295,8 @@ def test_runs_do_not_depend_on_the_filler_and_samples_keep_the_fixed_mask(tmp_pa
     assert all(logged[0][name] == logged[1][name] > 0 for name in VALUE_METRICS)
     found = [run.evaluate(VALUE_METRICS, n=12, steps=2) for run in runs]
     assert flat(found[0]) == flat(found[1])
+    assert found[0].drawn["unknown_share"] == pytest.approx(runs[0].config.data.unknown_share, abs=1e-6)
+    assert "samples with unknown values" in found[0].lines()[1]
     assert all(one.value is not None and one.real_high is not None for one in found[0].measured)
     with pytest.raises(RequestError, match="compare pictures"):
         runs[0].evaluate("kid", n=12)

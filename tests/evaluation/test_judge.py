@@ -15,6 +15,7 @@ from unfog.evaluation.judged_kinds import JUDGED, Retrieval, average_precision, 
 from unfog.values.columns import Column
 from unfog.values.condition_format import ConditionFormat, conditions_of, facts_of
 from unfog.values.condition_kinds import KINDS, ColumnFacts
+from unfog.values.conditions import Conditions
 from unfog.values.image_format import ImageFormat, StoredValues
 from unfog.values.tokenizer import Tokenizer, learn_merges
 
@@ -291,6 +292,25 @@ def test_the_worth_of_a_condition_is_what_the_loss_loses_without_it():
     assert everything.none == pytest.approx(107)
     parts = HeldOutBuckets(tuple(HeldOut(x0[a:b], told.rows(slice(a, b)), midpoints(2)) for a, b in ((0, 1), (1, 12))))
     assert condition_worth(parts, loss_at, format.places, lambda name: True, 5)[0] == replace(age)
+
+
+def test_images_of_several_sizes_are_exchanged_within_their_size():
+    sizes, counts = ((4, 6), (6, 4), (2, 2)), (5, 6, 1)
+    format = ConditionFormat(columns=(ColumnFacts("given", "image", (), (1.0, 4.0, 6.0, 0.0, 255.0)),))
+    marks, parts = torch.arange(12.0), []
+    for size, rows in zip(sizes, marks.split(counts)):
+        x0 = rows[:, None, None, None].expand(-1, 1, *size)
+        parts.append(HeldOut(x0, Conditions(image=x0.clone(), known=torch.ones_like(x0)), midpoints(2)))
+
+    def loss_at(x0, conditions, u, noise):
+        off = (conditions.image[:, 0, 0, 0] - x0[:, 0, 0, 0]).square().nan_to_num(9.0)
+        return off, off
+
+    (given,) = condition_worth(HeldOutBuckets(tuple(parts)), loss_at, format.places, lambda name: True, 4)
+    # The single image of its size has no other, and is left out.
+    apart = torch.cat([rows[another_image(len(rows))] - rows for rows in marks.split(counts)[:2]]).double()
+    assert given.shuffled == pytest.approx(float(apart.square().mean()))
+    assert (given.loss, given.none, given.n) == (0, 9, 12)
 
 
 def test_masks_are_mirrored_with_the_images_and_read_pixel_by_pixel():

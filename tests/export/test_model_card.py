@@ -11,13 +11,15 @@ from huggingface_hub import ModelCard
 from PIL import Image
 
 from test_export import DIT, DOCS, UNET, drawn, latent_run, run_card_code, run_of
+from test_export_text import AGE, FACTS
 from unfog.errors import RequestError
 from unfog.evaluation.condition_worth import ConditionWorth
 from unfog.evaluation.judged_kinds import ConditionScore
 from unfog.evaluation.metrics import MetricResult
 from unfog.inference.evaluation_files import Evaluation
-from unfog.inference.exports.model_card import to_yaml
+from unfog.inference.exports.model_card import CardSettings, model_card, to_yaml
 from unfog.process.machine_key import machine_key
+from unfog.values.condition_kinds import ColumnFacts
 
 HERE = "/home/somebody/secret-place/holiday"
 
@@ -99,6 +101,24 @@ def test_the_card_has_whether_conditions_are_obeyed_and_what_they_are_worth(tmp_
     (folder / "00000007-a.json").write_text(json.dumps(edited))
     run.export(tmp_path / "again")
     assert "R@1" not in (tmp_path / "again/README.md").read_text()
+
+
+MASK = ColumnFacts("mask", "mask", ("0", "3"), (1.0, 8.0, 8.0))
+
+
+@pytest.mark.parametrize(
+    ("columns", "task"),
+    [((AGE, *FACTS), "text-to-image"), ((AGE, MASK), "image-to-image"), ((AGE,), None)],
+    ids=["captions", "a mask", "a number"],
+)
+def test_the_task_is_that_of_the_conditions(tmp_path, columns, task):
+    run = run_of("default", DIT)
+    measured(on_disk(tmp_path, run), "00000007-a.json")
+    run.config = replace(run.config, columns=columns)
+    (tmp_path / "README.md").write_text(model_card(run, CardSettings("torch", "", "", "a grid", "none")))
+    data = ModelCard.load(tmp_path / "README.md").data
+    assert data.get("pipeline_tag") == task
+    assert data.eval_results[0].task_type == (task or "other")
 
 
 @pytest.mark.slow

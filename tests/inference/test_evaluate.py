@@ -167,6 +167,10 @@ def test_everything_is_measured_stored_and_shown(run, capsys):
     assert found["kid"].n == 40
     assert found["kid"].n_reference == 252
     assert "sampler dpmpp" in found["kid"].drawn
+    counted = list[int]()
+    generate_images(run.network, run.config, replace(run.prepare(1).generation, count=1), calls=counted.append)
+    assert [found.drawn["calls"]] == counted
+    assert f", {counted[0]} calls a sample, " in found.lines()[1]
     assert found["held_out"].low < found["held_out"].value < found["held_out"].high
     said = capsys.readouterr().err
     assert "40 samples will take about" in said

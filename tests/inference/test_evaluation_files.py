@@ -1,5 +1,6 @@
 """The verdict of an evaluation, its table, and the texts in files of samples."""
 
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from PIL import Image
 from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet
 from unfog.evaluation.metrics import MetricResult
+from unfog.inference import compare_images  # counts its calls
 from unfog.inference.compare_images import Comparison, real_baseline, verdict
 from unfog.inference.evaluation_files import Evaluation
 from unfog.pipeline.sample_folder import SampleFolder
@@ -57,8 +59,9 @@ def test_a_distance_alone_gives_a_verdict_and_losses_give_none():
     ("value", "high", "said"),
     [
         (60.0, 62.0, "The samples are as close to real images"),
-        (60.0, 70.0, "The samples are too few to tell"),
-        (69.0, 70.0, "The samples are too few to tell"),
+        (60.0, 70.0, "There are too few images to tell"),
+        (69.0, 70.0, "There are too few images to tell"),
+        (50.0, 70.0, "The samples are as close to real images"),
         (90.0, 70.0, "The samples are farther from real images"),
     ],
 )
@@ -80,6 +83,62 @@ def test_halves_have_as_many_real_images_as_there_are_samples():
         assert one.real_low <= one.real <= one.real_high
         assert one.value == pytest.approx(one.real, rel=0.15)
     assert few.real > 1.5 * more.real  # the distance falls with the square root of the number: 2.2 times
+
+
+@pytest.mark.parametrize(("count", "side", "draws"), [(20, 16, 20), (20, 48, 10), (100, 40, 3), (150, 40, 1)])
+def test_halves_are_drawn_as_often_as_their_pixels_allow(monkeypatch, count, side, draws):
+    def compare(names, one, other):
+        sizes.append((len(one), len(other)))
+        return [result("sliced", float(len(sizes)), None)]
+
+    sizes = []
+    monkeypatch.setattr(compare_images, "compare_pixels", compare)
+    real = ImageSet(np.zeros((2 * count, 1, side, side), np.uint8), list(map(str, range(2 * count))))
+    compared = Comparison(["sliced"], None, real, np.arange(len(real)))
+    (one,) = compared.measure(real.pixels[:count], None, baseline=True)["sliced"]
+    assert sizes == [(count, count)] * (1 + draws)
+    assert one.real == np.mean(range(2, draws + 2))
+    assert (one.real_low is None) == (draws == 1)  # one draw does not show how far halves differ
+
+
+@pytest.mark.slow
+def test_the_range_of_halves_holds_nine_of_ten_further_ones_however_many_there_are():
+    drawn = 50 + np.random.default_rng(0).standard_normal((1000, 21))
+    for draws in (3, 5, 10, 20):
+        found = [compare_images._with_halves(result("sliced", 1.0, None), each[:draws].tolist()) for each in drawn]
+        inside = np.mean([one.real_low <= each[-1] <= one.real_high for one, each in zip(found, drawn)])
+        assert inside == pytest.approx(0.9, abs=0.03)  # three deviations of such a share
+
+
+@pytest.mark.slow
+def test_a_band_that_is_refused_leaves_the_others_their_halves():
+    images = np.full((60, 1, 16, 16), 100, np.uint8)
+    images += (np.arange(16) // 8 * np.random.default_rng(0).integers(0, 100, (60, 1, 1, 1))).astype(np.uint8)
+    images[:, :, :, 1::2] += 1  # less than rounding in the finest bands
+    real = ImageSet(images, list(map(str, range(60))))
+    compared = Comparison(["detail"], None, real, np.arange(60))
+    found = compared.measure(images[:30], None, baseline=True)["detail"]
+    assert {one.real is None for one in found} == {True, False}
+    assert all((one.real is None) == (one.value is None) for one in found)
+
+
+def test_another_reference_is_measured_anew_and_samples_are_not_held():
+    generator = np.random.default_rng(0)
+    names = list(map(str, range(24)))
+    wide, tall = (
+        ImageSet(generator.integers(0, 256, (24, 1, *shape), np.uint8), names) for shape in ((8, 12), (12, 8))
+    )
+    compared = Comparison(["histogram"], None, wide, np.arange(24))
+    compared.measure(wide.pixels[:10], None, baseline=True)
+    found = replace(compared, reference=tall).measure(tall.pixels[:10], None, baseline=True)
+    expected = Comparison(["histogram"], None, tall, np.arange(24)).measure(tall.pixels[:10], None, baseline=True)
+    assert found == expected
+    samples = wide.pixels[:10].copy()
+    held = weakref.ref(samples)
+    compared.measure(samples, None, baseline=True)
+    assert compared.curves(samples)
+    del samples
+    assert held() is None
 
 
 def test_real_images_are_compared_with_other_real_images():

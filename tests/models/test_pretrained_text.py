@@ -172,6 +172,16 @@ def test_tokenizers_of_sentencepiece_are_read(tmp_path):
     assert mask.sum(1).tolist() == [12, 0]  # a mark of each word, its letters, and the end
 
 
+@pytest.mark.slow
+def test_the_tokenizer_of_bytes_needs_no_files(tmp_path):
+    sizes = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 1, "num_heads": 2}
+    transformers.T5EncoderModel(transformers.T5Config(vocab_size=384, **sizes)).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer", "extra_ids": 125}')
+    found, mask = KnownTexts((), describe_encoder(str(tmp_path)))(tokens_of("a red", "a rec"))
+    assert mask.sum(1).tolist() == [6, 6]  # letters and the end
+    assert not torch.allclose(found[0], found[1])
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_network_reads_them_and_stores_none_of_the_model(folder, name):
     model = network(folder, name)

@@ -259,8 +259,8 @@ def test_the_start_warns_of_images_with_a_seam():
 
 
 def test_checks_recommend_no_augmentation_that_is_refused():
-    for wrap, advised in (("none", True), ("xy", False)):
-        config = Config(data=Data(size=8, channels=1, wrap=wrap))
+    for settings, advised in (({}, True), ({"wrap": "xy"}, False), ({"unknown": "nan"}, False)):
+        config = Config(data=Data(size=8, channels=1, **settings))
         remedy = _overfitting_remedy(RunRecord(Path("run"), config))
         assert ("--data.augment" in remedy) == advised
         assert "--flip" in remedy

@@ -131,7 +131,7 @@ def test_draws_are_of_any_class_unless_one_is_asked_for():
     run = run_of("default", DIT, 3)
     assert run.config.label_dropout > 0
     problem = {"measure": evens, "observed": Y}
-    assert run.prepare(2, **problem).generation.given == ()
+    assert run.prepare(2, **problem).generation.given == (("class", (-1,)),)
     assert run.prepare(2, label=0, **problem).generation.given == (("class", (0,)),)
     with pytest.raises(RequestError, match="class has 2 values, and measure draws one posterior"):
         run.prepare(2, label=(0, 1), **problem)

@@ -162,12 +162,14 @@ class Net(nn.Module):
         self.layer = nn.Conv2d(channels, out_channels, 3, padding=1)
 
     def forward(self, x, noise, age):
+        if len(x) == 7:
+            raise TypeError("seven")
         return self.layer(x) * (1 + torch.nan_to_num(age))[:, None, None, None]
 """
 
 
 @pytest.mark.slow
-def test_conditions_are_planned_for_and_passed_as_keywords_to_objects_and_classes(tmp_path, monkeypatch):
+def test_conditions_are_planned_for_and_passed_as_keywords_to_objects_and_classes(tmp_path, monkeypatch, capsys):
     conditions, settings = {"age": range(12)}, SETTINGS | {"steps": 1}
     for kind in (Only, Every):
         unfog.train(IMAGES, out=tmp_path / kind.__name__, conditions=conditions, network=kind(), **settings)
@@ -176,7 +178,13 @@ def test_conditions_are_planned_for_and_passed_as_keywords_to_objects_and_classe
     (tmp_path / "named_columns.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     named = settings | {"network": "custom:path=named_columns.Net"}
-    unfog.train(IMAGES, out=tmp_path / "custom", conditions=conditions, **named)
+    run = unfog.train(IMAGES, out=tmp_path / "custom", conditions=conditions, **named)
+    # Hidden and not absent, where no condition is asked for: None is no number.
+    problem = {"measure": lambda x: x[..., :2], "observed": torch.full((3, 8, 2), 99.0)}
+    assert np.array_equal(run.sample(1, steps=2, **problem), run.sample(1, steps=2, given={"age": None}, **problem))
+    with pytest.raises(SystemExit):
+        main(["sample", str(run.path), "-n", "7", "--out", str(tmp_path / "out")])
+    assert "TypeError: seven\n(named_columns.py, line 12, in Net.forward; " in capsys.readouterr().err
     both = {"label": [0.5 * i for i in range(12)]}
     with pytest.raises(RequestError, match="a column is called label"):
         unfog.train(IMAGES, out=tmp_path / "twice", conditions=both, labels=[0, 1] * 6, network=Every(), **settings)

@@ -105,6 +105,19 @@ def test_short_work_leaves_no_trace(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_one_step_says_nothing_of_the_time_left(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    bar = Progress("step", 40, start=10, delay=1000)
+    said = []
+    for step, second in ((11, 17.0), (12, 18.0)):
+        now[0] = second
+        bar.update(step)
+        said.append(bar.time_left())
+    assert said[0] == ""
+    assert said[1].endswith(" left")
+
+
 def test_progress_without_an_end_has_no_time_left(capsys):
     with Progress("reading", None, delay=0.0) as bar:
         bar.update(12)

@@ -14,6 +14,8 @@ import pytest
 
 from unfog.files.safe_files import write_atomic
 from unfog.reporting import records  # counts the lines that are parsed
+from unfog.reporting.log_settings import Log
+from unfog.reporting.recorder import Recorder  # its clock is set back
 from unfog.reporting.records import Events, Metrics, read_events, read_metrics
 from waiting import wait_until
 
@@ -200,3 +202,13 @@ def test_write_atomic_leaves_the_old_file_or_the_new_one(tmp_path):
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("report.html", b"old")]
     write_atomic(path, b"new", tmp_path)
     assert path.read_bytes() == b"new"
+
+
+def test_a_resumed_run_tells_the_time_of_its_session_and_of_all(tmp_path):
+    with Recorder(tmp_path, Log(), total=2) as first:
+        first._opened -= 94
+        first.log(1, 8, loss=1.0)
+        assert first.describe_time(0.3) == "1 min 34 s, of which checkpoints took 0.3 s"
+    with Recorder(tmp_path, Log(), total=2, start=1) as again:
+        again._opened -= 242
+        assert again.describe_time(0.3) == "4 min 02 s, of which checkpoints took 0.3 s; 5 min 36 s in all"

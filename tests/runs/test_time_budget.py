@@ -47,7 +47,7 @@ class Machine:
     ):
         self.now, self.pace, self.costs = start, pace, costs
         self.pauses, self.noticed, self.suspended = sorted(pauses), noticed, 0.0  # (time, seconds); by the heartbeat
-        self.positions, self.told_pauses = [], []
+        self.positions, self.told_pauses, self.called = [], [], []
         self.every = Intervals(10, every, every, every)
         self.length, self.step, self.aside = Length(), 0, 0.0
         self.length.adopt(first)
@@ -67,6 +67,7 @@ class Machine:
             with self.budget.aside(name):
                 self.work(self.costs[name])
             self.aside += self.now - before
+            self.called.append((name, self.step))
 
     def plan(self):
         if (plan := self.budget.plan(self.step, self.length)) is not None:
@@ -84,7 +85,9 @@ class Machine:
             self.told_pauses += self.budget.pauses
             self.budget.pauses.clear()
             last = self.step >= self.length.steps
-            self.call(self.every.stretched(self.length.at(self.step).stretch).due(self.step, last))
+            stretch = self.length.at(self.step).stretch
+            due = self.every.stretched(stretch).due(self.step, last)
+            self.call([name for name in due if name != "evaluate" or self.budget.evaluates_at_end(stretch)])
         self.work(self.costs["preview"] / 2)  # the last image
         return self
 
@@ -117,6 +120,15 @@ def test_previews_evaluation_and_checkpoints_take_a_tenth_at_most(seconds):
     ended = Machine(lambda t: 0.1, dear, seconds, every=10, first=int(seconds * 5), start=1.0).run()
     assert ended.aside <= 0.1 * seconds + 0.1 * (20 / 2 + 1)  # what must come at the end comes
     assert abs(ended.now - seconds) < max(0.05 * seconds, 1.0)
+
+
+@pytest.mark.parametrize(("cost", "times"), [(5.0, 1), (100.0, 0)])
+def test_the_last_step_is_evaluated_if_that_takes_little(cost, times):
+    """Else the best checkpoint would be that of the untrained network."""
+    ended = Machine(lambda t: 0.1, {"preview": 100.0, "evaluate": cost, "save": 1.0}, start=1.0).run()
+    assert ended.length.at(ended.step).stretch == 0
+    assert [step for name, step in ended.called if name == "evaluate"] == times * [ended.step]
+    assert abs(ended.now - 120) < 6
 
 
 @pytest.mark.slow
@@ -439,6 +451,9 @@ class Script:
 
     def affordable(self, due):
         return due
+
+    def evaluates_at_end(self, stretch):
+        return True
 
     def due(self, step, last):
         return step in self.plans

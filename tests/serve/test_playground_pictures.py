@@ -1,6 +1,7 @@
 """Conditions that are images in the playground: uploads, painted masks, what is drawn, history; and runs on arrays."""
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from browsers import WatchedPage, axe_violations, in_a_browser, open_browser, se
 from conftest import NETWORK
 from image_bytes import png
 from studio_jobs import draw, pixels
+from unfog.config.requests.sample import SampleRequest
 from unfog.errors import RequestError
 from unfog.reporting.channel_sheets import decode_channels
 from unfog.serve.playground.drawing import command_of, python_of, read_request
@@ -106,6 +108,13 @@ def test_the_command_and_the_python_name_files_for_pictures(run):
     asked = read_request(run.path, {"n": 2}, False, False)
     assert "--given degrade=degrade.png mask=mask.png" in command_of(asked, ["degrade", "mask"])
     assert "given={'mask': 'mask.png'}" in python_of(asked, ["mask"])
+
+
+def test_the_command_draws_the_size_of_the_page_where_a_run_has_several(tmp_path):
+    (tmp_path / "config.toml").write_text('buckets = ["12x8:30", "8x8:9"]\n[data]\nsize = "12x8"\n')
+    request = SampleRequest(run=tmp_path, n=2)
+    assert command_of(request, ["mask"]).endswith("-n 2 --size 12x8 --given mask=mask.png")
+    assert "--size" not in command_of(replace(request, image=tmp_path / "a.png"))  # an edit has one size
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from conftest import advance
 from unfog.config.schema import Config
 from unfog.config.toml import update
 from unfog.device import copies as device_copies
-from unfog.errors import RunError
+from unfog.errors import RequestError, RunError
 from unfog.runs.saver import Saver
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation, snapshot  # texts of errors that no disk here gives
@@ -398,6 +398,21 @@ def test_best_only_ones_do_not_push_out_the_others(tmp_path):
     rotation.remove_checkpoint(tmp_path / "00000008")
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == [3, 6, 7]
     assert checkpoint.best_of(checkpoint.list_checkpoints(tmp_path)[0]).step == 7
+
+
+def test_an_untrained_network_is_not_the_best(tmp_path):
+    state = fresh()
+    state.last = {"held_out_loss": 1.8}
+    write(state, tmp_path, 0)
+    state.last = {}
+    step(state)
+    write(state, tmp_path, 1)
+    with pytest.raises(RequestError, match="untrained network"):
+        checkpoint.find_checkpoint(tmp_path, "best")
+    step(state)
+    state.last = {"held_out_loss": 1.7}
+    write(state, tmp_path, 2)
+    assert checkpoint.find_checkpoint(tmp_path, "best").step == 2
 
 
 def test_manifests_of_other_makers_are_refused(tmp_path):

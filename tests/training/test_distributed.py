@@ -32,8 +32,9 @@ from unfog.data.augmentation import Augment
 from unfog.device.sharded_rng import rows_of, seed_generators, with_own_seed
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
-from unfog.errors import RequestError
+from unfog.errors import LostProcess, RequestError
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
+from unfog.runs.train import _lost_process_explained  # no process has to be lost
 from unfog.training.batches import split_batch
 from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatus  # the ranks are in one process
 from unfog.training.distributed.process_group import local_device
@@ -344,6 +345,14 @@ def test_a_run_stopped_at_one_process_goes_on_with_any_number_of_them(tmp_path):
     assert largest_difference(weights(tmp_path / "one"), weights(several)) < 1e-4
     for a, b in zip(rows(tmp_path / "one"), rows(several), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+
+
+def test_a_lost_process_is_told_without_torchs_own_paths():
+    lost = pytest.raises(LostProcess, match="rank 1 has lost another rank")
+    with lost as told, _lost_process_explained(SimpleNamespace(size=2, rank=1)):
+        raise RuntimeError("[/__w/pytorch/pytorch/third_party/gloo/pair.cc:534] Connection closed by peer")
+    assert "pytorch" not in str(told.value)
+    assert "pytorch" in str(told.value.__cause__)
 
 
 @pytest.mark.exhaustive

@@ -477,7 +477,7 @@ def test_nothing_is_changed(spoil, expected, precision):
 
 
 CAT, DOG = "photos/cat 17.png", "photos/dog.png"
-BLAME = "; every image is affected, so the cause is the network, not an image"
+BLAME = "; every image is affected, so the cause is the network or the learning rate, not an image"
 
 
 @pytest.mark.parametrize(

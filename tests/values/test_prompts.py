@@ -93,6 +93,8 @@ def test_prompts_that_cannot_be_drawn_are_refused(format):
             format.parse({"text": [huge]})
     with pytest.raises(RequestError, match="prompt of 18 tokens is longer than the 16 tokens"):
         format.parse({"text": "a red heart " * 6})
+    spaces = " " * 5000
+    assert format.parse({"text": f"{spaces}a red heart{spaces}"}) == format.parse({"text": "a red heart"})
     with pytest.raises(RequestError, match="one such column"):
         ConditionFormat(columns=facts_of([*columns(), caption_column("says", CAPTIONS, NAMES, lambda: np.arange(12))]))
 
@@ -112,8 +114,11 @@ def test_prompts_of_a_file(tmp_path):
     assert read("\ufeffa red heart\r\n\n  über\u2028alles \n".encode()) == ("a red heart", "über\u2028alles")
     for encoding in ("utf-16-le", "utf-16-be"):  # as Notepad writes "Unicode"
         assert read("\ufeffa red heart\r\nüber".encode(encoding)) == ("a red heart", "über")
-    with pytest.raises(RequestError, match=r"prompts = .* is not text"):
-        read(codecs.BOM_UTF16_LE + b"a")
+    for mark, encoding in ((codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be")):
+        with pytest.raises(
+            RequestError, match=r"prompts = .* is not text in UTF-16 \(line 2, byte 7\); save it as UTF-8"
+        ):
+            read(mark + "Ċ\n".encode(encoding) + b"a")  # the letter has a byte of a new line
     assert SampleRequest(run=tmp_path, prompt=("a", "b")).read_prompts() == ("a", "b")
     for wrong in (b"", b"\n \n", "über".encode("latin-1")):
         with pytest.raises(RequestError, match="prompts ="):

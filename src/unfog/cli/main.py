@@ -120,6 +120,7 @@ def _describe_unexpected(error: Exception) -> str:
         reason = error.strerror or str(error)
         said = f"{error.filename}: {reason}" if error.filename else reason
         return f"unfog: {one_line(said)}; correct that, then repeat the command\n"
+    from unfog.custom.consent import place_of
     from unfog.device.cores import is_thread_limit
 
     # Only now, as it imports torch, which a wrong request need not wait for.
@@ -129,6 +130,8 @@ def _describe_unexpected(error: Exception) -> str:
         advice = "a limit of processes is reached: raise pids.max of the container, or ulimit -u"
     elif is_out_of_memory(error):
         advice = "lower --microbatch: the effective batch stays the same; or choose a smaller --size or --network"
+    elif place := place_of(error):  # of somebody's own network, loss or sampler step
+        advice = f"{place}; --debug shows how it was called"
     else:
         advice = "this is a bug in unfog; --debug shows where"
     return f"unfog: {type(error).__name__}: {one_line(str(error))}\n({advice})\n"

@@ -40,18 +40,8 @@ USUAL = {
     **dict.fromkeys(
         ("max_train_steps", "num_train_steps", "total_steps", "train_num_steps", "train_steps"), "training.steps"
     ),
-    **dict.fromkeys(
-        (
-            "clipping",
-            "grad_clip",
-            "gradient_clipping",
-            "clip_grad_norm",
-            "clip_grad",
-            "gradient_clip_val",
-            "max_grad_norm",
-        ),
-        "training.clip",
-    ),
+    **dict.fromkeys(("clipping", "clip_grad", "clip_grad_norm", "grad_clip", "max_norm"), "training.clip"),
+    **dict.fromkeys(("gradient_clip", "gradient_clip_val", "gradient_clipping", "max_grad_norm"), "training.clip"),
     **dict.fromkeys(("dtype", "mixed_precision"), "training.precision"),
     "gradient_checkpointing": "training.checkpointing",
     "random_seed": "training.seed",
@@ -119,7 +109,7 @@ _NAN = Advice(
     "good weights; unfog doctor RUN says why",
     ("training.patience", "training.clip"),
 )
-_RESUME = Advice("give unfog resume RUN, which continues from the newest checkpoint")
+_RESUME = Advice("give unfog resume RUN: the newest checkpoint has all that is needed, also the scaler of fp16")
 _GUIDANCE = Advice(
     "classifier-free guidance is --guidance when sampling, and --label-dropout when training",
     ("guidance", "label_dropout"),
@@ -287,6 +277,24 @@ _DESCRIPTION = Advice("give the folder of the run by --out, as in --out runs/fir
 _EMA = Advice("an EMA is always kept, and samples use it; --ema fixed:decay_max=0.9999 sets its decay", ("ema",))
 _COMPILE = Advice("give --compile: slow to start, faster after that on a GPU", ("training.compile",))
 _CONFIG_FILE = Advice("give --config FILE.toml; unfog init writes one, and the config.toml of a run is one")
+_NOISING = Advice(
+    "x_t = alpha x0 + sigma eps is Diffusion.add_noise; alpha_bar is alpha^2, which the schedule sets: unfog explain "
+    "schedule",
+    ("diffusion.schedule", "diffusion.path"),
+)
+_NORM = Advice("metrics.jsonl and the page have gradient_norm, before clipping", ("training.clip",))
+_JITTER = Advice("give --data.jitter 0.1", ("data.jitter",))
+_LARGER = Advice("give --size 128; unfog plan SOURCE --size 128 predicts memory and time", ("data.size",))
+_BACKGROUND = Advice(
+    "transparent parts get the colour of --data.background; --data.channels 4 keeps transparency as a channel",
+    ("data.background", "data.channels"),
+)
+_PAGE = Advice("unfog serve RUNS opens the page; Draw on it draws from a run, shows every step, paints and compares")
+_SYSTEM = Advice("unfog docs install says how to install on Windows, macOS and Linux; unfog doctor --gpu tests the GPU")
+_RIGHTS = Advice(
+    "rights in the images are yours to clear; unfog evaluate RUN searches samples for copies, and an export states a "
+    "licence by --license"
+)
 _EDM_PRECOND = Advice(
     "--preset edm has the recipe; --target edm and --path ve are its parts", ("diffusion.target", "diffusion.path")
 )
@@ -314,8 +322,11 @@ ADVICE = {
     **dict.fromkeys(("min_snr", "min_snr_gamma", "snr_gamma"), _MIN_SNR),
     **dict.fromkeys(("fid", "kid", "calculate_fid", "num_fid_samples"), _FID),
     **dict.fromkeys((*EPOCHS, "epoch"), _EPOCHS),
-    **dict.fromkeys(("nan", "inf", "not_finite"), _NAN),
-    **dict.fromkeys(("resume", "resume_from", "resume_from_checkpoint"), _RESUME),
+    **dict.fromkeys(("nan", "inf", "not_finite", "loss_spikes", "spikes", "diverges"), _NAN),
+    **dict.fromkeys(("exploding_gradients", "gradient_explosion"), _NAN),
+    **dict.fromkeys(
+        ("resume", "resume_from", "resume_from_checkpoint", "scaler_state_dict", "checkpoint_latest"), _RESUME
+    ),
     **dict.fromkeys(("cfg", "classifier_free_guidance"), _GUIDANCE),
     **dict.fromkeys(("finder", "lr_finder", "lr_find", "find_lr", "learning_rate_finder", "lr_range_test"), _FIND_LR),
     **dict.fromkeys(
@@ -323,15 +334,27 @@ ADVICE = {
     ),
     **dict.fromkeys(("loss", "loss_weighting"), _LOSS),
     **dict.fromkeys(("loss_not_decreasing", "flat_loss", "loss_flat", "not_learning"), _FLAT_LOSS),
-    **dict.fromkeys(("sample_in_fp32", "samples_in_fp32", "sampling_precision"), _SAMPLING_PRECISION),
+    **dict.fromkeys(("sample_in_fp32", "samples_in_fp32", "sample_fp32", "sampling_precision"), _SAMPLING_PRECISION),
     **dict.fromkeys(
-        ("fewer_steps", "few_steps", "euler", "euler_a", "ancestral", "dpm++", "dpmsolver++", "plms", "pndm"), _SAMPLERS
+        (
+            "fewer_steps",
+            "few_steps",
+            "euler",
+            "euler_a",
+            "ancestral",
+            "dpm++",
+            "dpmsolver++",
+            "plms",
+            "pndm",
+            "p_sample",
+        ),
+        _SAMPLERS,
     ),
     **dict.fromkeys(("copies", "memorization", "memorisation"), _COPIES),
     **dict.fromkeys(("vae", "latents", "latent_diffusion"), _LATENTS),
     **dict.fromkeys(("lora", "dreambooth", "rank"), _LORA),
     **dict.fromkeys(("epsilon", "v_prediction", "predict_noise", "pred_v", "pred_noise", "pred_x0"), _PREDICTION),
-    **dict.fromkeys(("captions", "prompt", "prompts", "text_to_image"), _CAPTIONS),
+    **dict.fromkeys(("caption", "captions", "prompt", "prompts", "text_to_image"), _CAPTIONS),
     **dict.fromkeys(("inpaint", "inpainting"), _FILLING),
     **dict.fromkeys(("early_stopping", "save_best"), _EARLY_STOPPING),
     **dict.fromkeys(("xformers", "flash_attention", "enable_xformers_memory_efficient_attention"), _ATTENTION),
@@ -363,9 +386,10 @@ ADVICE = {
     **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon", "beta1", "beta2"), _ADAM),
     **dict.fromkeys(("use_8bit_adam", "adam8bit", "use_8bit_adamw"), _SMALL_ADAM),
     **dict.fromkeys(
-        ("ema_inv_gamma", "ema_power", "ema_max_decay", "ema_halflife_kimg", "ema_update_every"), _EMA_POWER
+        ("ema_inv_gamma", "ema_power", "ema_max_decay", "ema_halflife_kimg", "ema_update_every", "ema_warmup"),
+        _EMA_POWER,
     ),
-    **dict.fromkeys(("scheduler", "noise_scheduler"), _SCHEDULER),
+    **dict.fromkeys(("scheduler", "noise_scheduler", "cosineannealinglr"), _SCHEDULER),
     **dict.fromkeys(
         ("log_interval", "save_interval", "eval_interval", "sample_interval", "tick", "snap", "dump"), _INTERVALS
     ),
@@ -380,12 +404,14 @@ ADVICE = {
     "cache_dir": _CACHE,
     **dict.fromkeys(("cuda", "no_cuda", "gpu_id", "gpu_ids"), _ONE_DEVICE),
     **dict.fromkeys(("fsdp", "zero", "deepspeed", "shard"), _SHARDED),
-    **dict.fromkeys(("pretrained", "pretrained_model_name_or_path", "transfer", "variant", "revision"), _PRETRAINED),
+    **dict.fromkeys(
+        ("pretrained", "pretrained_model_name_or_path", "transfer", "variant", "revision", "fine_tune"), _PRETRAINED
+    ),
     **dict.fromkeys(("num_samples", "n_samples", "num_images", "eval_batch_size", "validation_prompt"), _SAMPLE_COUNT),
     "noise_offset": _NOISE_OFFSET,
     **dict.fromkeys(("bench", "cudnn_benchmark", "benchmark"), _CUDNN),
     "precond": _EDM_PRECOND,
-    **dict.fromkeys(("use_ema", "no_ema"), _EMA),
+    **dict.fromkeys(("use_ema", "no_ema", "average_parameters"), _EMA),
     **dict.fromkeys(("torch_compile", "use_compile"), _COMPILE),
     "config_file": _CONFIG_FILE,
     **dict.fromkeys(("blurry", "noisy", "grey", "grey_images", "bad_samples", "poor_samples"), _POOR),
@@ -396,7 +422,7 @@ ADVICE = {
     **dict.fromkeys(("error_by_timestep", "loss_by_timestep", "noise_prediction_error"), _BY_LEVEL),
     **dict.fromkeys(("strip", "denoising_strip", "denoising"), _STRIP),
     **dict.fromkeys(("oom", "out_of_memory", "memory", "gpu_memory", "vram"), _MEMORY),
-    **dict.fromkeys(("duration", "how_long", "length", "training_time"), _DURATION),
+    **dict.fromkeys(("duration", "how_long", "length", "training_time", "how_many_images"), _DURATION),
     "1/snr": _INVERSE_SNR,
     **dict.fromkeys(("loss_type", "huber", "huber_c", "huber_loss", "l1_loss", "mse_loss", "smooth_l1"), _LOSS),
     **dict.fromkeys(("webdataset", "wds", "streaming"), _SHARDS),
@@ -404,9 +430,17 @@ ADVICE = {
         ("ddp", "torchrun", "multi_gpu", "num_gpus", "n_gpus", "gpus", "distributed", "parallel", "data_parallel"),
         _SEVERAL_GPUS,
     ),
-    **dict.fromkeys(("world_size", "local_rank", "nproc_per_node", "accelerate"), _SEVERAL_GPUS),
+    **dict.fromkeys(("world_size", "local_rank", "nproc_per_node", "accelerate", "distributedsampler"), _SEVERAL_GPUS),
     **dict.fromkeys(("shuffle", "pin_memory", "drop_last", "persistent_workers", "prefetch_factor"), _LOADER),
     **dict.fromkeys(("normalize", "normalise", "normalization", "rescale", "scaling", "mean", "std"), _SCALING),
+    **dict.fromkeys(("q_sample", "alpha_bar", "alphas_cumprod"), _NOISING),
+    **dict.fromkeys(("color_jitter", "colour_jitter"), _JITTER),
+    **dict.fromkeys(("transparent", "transparency"), _BACKGROUND),
+    **dict.fromkeys(("windows", "mac", "macos"), _SYSTEM),
+    "gradient_norm": _NORM,
+    "bigger_pictures": _LARGER,
+    "playground": _PAGE,
+    "copyright": _RIGHTS,
     "overfitting": _OVERFITTING,
     "dropout": _DROPOUT,
 }

@@ -80,7 +80,7 @@ def _blocks(name: str, settings: Sequence[Description]) -> list[str]:
 
 def _explain_advice(name: str, advice: Advice, settings: Sequence[Description]) -> Iterator[str]:
     """Yield the sentence of an advice, and the explanations of the settings that are meant."""
-    lines = [name, "", *textwrap.wrap(advice.text, _WIDTH, initial_indent="  ", subsequent_indent="  ")]
+    lines = [name, "", *_paragraph(advice.text)]
     yield "\n".join([*lines, ""])
     yield from (_explain_setting(each) for each in settings if each.setting in advice.settings)
 
@@ -129,11 +129,18 @@ def _explain_setting(each: Description) -> str:
     rows = setting_rows(each)
     if "see" in rows:
         rows["see"] = manual(rows["see"])
-    lines = [each.setting, "", *textwrap.wrap(each.text, _WIDTH, initial_indent="  ", subsequent_indent="  "), ""]
+    lines = [each.setting, "", *_paragraph(each.text), ""]
     lines += [line for title, text in rows.items() for line in _row(title, text)]
     for word, part in (registry_of(each.annotation) or {}).items():
         lines += [*([] if "choices:" in lines else ["", "choices:"]), *_row(word, describe_part(word, part))]
+    if each.rules.choices:
+        lines += ["", "choices:", *(line for word, text in each.rules.choices for line in _row(word, text))]
     return "\n".join(lines) + "\n"
+
+
+def _paragraph(text: str) -> list[str]:
+    """Return the lines of a text that a name stands above."""
+    return textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="  ")
 
 
 def _row(title: str, text: str) -> list[str]:
@@ -212,7 +219,9 @@ def _explain_choices(name: str) -> Iterator[str]:
         yield "\n".join([f"{name}, a choice of --preset", "", *textwrap.indent(text, "  ").splitlines()]) + "\n"
     for each in describe(Config):
         if name in each.choices and registry_of(each.annotation) is None:
-            lines = [f"{name}, a choice of --{each.flags[0]}", "", *_row("", each.text), ""]
+            text = dict(each.rules.choices).get(name, "")
+            lines = [f"{name}, a choice of --{each.flags[0]}", ""]
+            lines += [line for said in (text, each.text) if said for line in (*_paragraph(said), "")]
             lines += _row("measured", each.rules.measured) if each.rules.measured else []
             lines += _row("source", each.rules.paper) if each.rules.paper else []
             yield "\n".join(lines) + "\n"

@@ -233,14 +233,19 @@ class Data:
             raise RequestError(f"{said} is not a value of uint16; give one from 0 to 65535, or --data.dtype float32")
         if name := next((each for each in ("crop", "augment") if getattr(self, each)), ""):
             raise RequestError(
-                f"{said}, and {name} = {getattr(self, name)} computes pixels from their neighbours, which may be "
-                f"unknown; omit {name} (data.flip and, with wrap, data.roll are possible)"
+                f"{said}, and data.{name} = {getattr(self, name)} computes pixels from their neighbours, which may be "
+                f"unknown; omit data.{name} (data.flip and, with wrap, data.roll are possible)"
             )
 
     @property
     def filler(self) -> float | None:
         """NaN or the number that stands for unknown pixels; None if all are known."""
         return filler_of(self.unknown)
+
+    @property
+    def can_be_augmented(self) -> bool:
+        """True if `augment` is 0, and no other setting refuses it."""
+        return not self.augment and not self.wrapped and not self.has_unknown
 
     @property
     def has_unknown(self) -> bool:

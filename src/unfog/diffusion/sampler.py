@@ -40,6 +40,22 @@ if TYPE_CHECKING:
 __all__ = ["Denoise", "Kind", "Level", "Observe", "Sampler", "ddpm"]
 
 Kind = Literal["ddpm", "ddim", "heun", "edm", "dpmpp", "dpmpp-sde", "unipc", "adaptive"]
+_KINDS = (
+    ("ddpm", "Ancestral sampling of Ho et al. 2020: one call and new noise at each step; needs hundreds of steps."),
+    ("ddim", "First order, deterministic, one call a step: Song et al. 2021."),
+    ("heun", "EDM's deterministic sampler: second order, two calls a step: Karras et al. 2022, Algorithm 1."),
+    (
+        "edm",
+        "EDM's stochastic sampler: heun with noise added before each step, as much as churn says; 20 steps or more.",
+    ),
+    ("dpmpp", "DPM-Solver++(2M): second order from the guesses of past steps, one call a step: Lu et al. 2022."),
+    ("dpmpp-sde", "SDE-DPM-Solver++(2M): dpmpp with new noise at each step, one call a step; needs 20 steps or more."),
+    (
+        "unipc",
+        "UniPC: corrects each step with the guess that the next one needs anyway, one call a step: Zhao et al. 2023.",
+    ),
+    ("adaptive", "dpmpp with steps as long as tolerance allows, chosen for each image; the number of calls varies."),
+)
 open_literal(Kind, "sampler")
 TWO_CALLS = ("heun", "edm")
 """Samplers that call the network twice a step."""
@@ -61,6 +77,7 @@ class Sampler:
         short="sampler",
         measured="Fréchet distance on Fashion-MNIST: dpmpp 12.7, heun 13.1, ddim 17.7 in 20 steps, ddpm 17.9 in 60",
         paper="Lu et al. 2022 (dpmpp); Zhao et al. 2023 (unipc); Karras et al. 2022 (heun); Song et al. 2021 (ddim)",
+        choices=_KINDS,
         see="docs/decisions/0007-default-recipe.md",
     )
     """Deterministic: ddim, dpmpp, unipc, heun, adaptive. With fresh noise at each step: ddpm, dpmpp-sde, edm."""

@@ -5,7 +5,7 @@ The noise, its levels and the images are the same, so that the differences are p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TypeAlias
@@ -65,26 +65,28 @@ def condition_worth(
         progress: called with the number of images of each pass.
     """
     parts = held_out.parts if isinstance(held_out, HeldOutBuckets) else (held_out,)
-    told = parts[0].conditions
-    for part in parts[1:]:
-        told = told.cat(part.conditions)
-    other, hidden = told.rows(another_image(held_out.images)), told.dropped()
+    told = [part.conditions for part in parts]
+    hidden = [each.dropped() for each in told]
+    other, changed = _of_other_images(told, [part.images for part in parts])
 
-    ends = [0, *accumulate(part.images for part in parts)]
-
-    def losses(conditions: Conditions) -> Tensor:
-        rows = (conditions.rows(slice(*one)) for one in pairwise(ends))
-        own = HeldOutBuckets(tuple(part._replace(conditions=each) for part, each in zip(parts, rows)))
+    def losses(conditions: Iterable[Conditions]) -> Tensor:
+        own = HeldOutBuckets(tuple(part._replace(conditions=each) for part, each in zip(parts, conditions)))
         return own.losses(loss_at, batch, progress=progress)[0]
+
+    def taking(spans: Sequence[Span], others: Sequence[Conditions]) -> Tensor:
+        return losses(own.taking(spans, each) for own, each in zip(told, others))
 
     right, worth = losses(told), list[ConditionWorth]()
     own, *ends_of_own = _difference(right, torch.zeros_like(right))
     assert own is not None
     for name, spans in _groups(places):
-        shuffled = _difference(losses(told.taking(spans, other)), right)
+        swapped = taking(spans, other)[:, changed]
+        shuffled: _Difference = (None, None, None)
+        if swapped.shape[1]:
+            shuffled = _difference(swapped, right[:, changed])
         without: _Difference = (None, None, None)
         if trained_without(name):
-            without = _difference(losses(told.taking(spans, hidden)), right)
+            without = _difference(taking(spans, hidden), right)
         found = ConditionWorth(name, own, *shuffled, *without, held_out.images, *ends_of_own)
         worth.append(found)
     return worth
@@ -101,6 +103,28 @@ def another_image(count: int) -> Tensor:
     other = torch.empty_like(order)
     other[order] = order.roll(1)
     return other
+
+
+def _of_other_images(told: Sequence[Conditions], counts: Sequence[int]) -> tuple[list[Conditions], Tensor]:
+    """Return the conditions of another image for each image, and which images [N] have those of another.
+
+    Conditions that are images of several sizes are exchanged within each size, where a single image keeps its own.
+    """
+    ends, images = [*pairwise([0, *accumulate(counts)])], [one.image for one in told]
+    masks = [one.known for one in told]  # which are not exchanged
+    by_size = any(len({None if one is None else one.shape[1:] for one in each}) > 1 for each in (images, masks))
+    joined, *rest = [one._replace(image=None, known=None) for one in told] if by_size else told
+    for one in rest:
+        joined = joined.cat(one)
+    mixed = joined.rows(another_image(sum(counts)))
+    other = [mixed.rows(slice(*one)) for one in ends]
+    if not by_size:
+        return other, torch.ones(sum(counts), dtype=torch.bool)
+    other = [
+        each._replace(image=None if image is None else image[another_image(len(image))])
+        for each, image in zip(other, images)
+    ]
+    return other, torch.cat([torch.full((count,), count > 1) for count in counts])
 
 
 def _groups(places: Mapping[str, Span]) -> Iterator[tuple[str, Sequence[Span]]]:

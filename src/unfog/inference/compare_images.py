@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,10 @@ from unfog.values.unknown import UnknownValues
 _MOST_PIXELS = 20_000  # samples whose pixels are compared
 # Fewest real images that are compared with other real images, and fewest images of a size that has its own metrics.
 FEWEST_COMPARED = 10
-_HALVES, _FEW = 20, 500  # random halves of real images, if they have up to so many
+# Draws of random halves of real images, and the factor of their deviation that gives the interval of the next draw: the
+# 95% quantile of Student's t of one degree of freedom less, times sqrt(1 + 1/draws), so that nine of ten are inside.
+_DRAWS = {20: 1.77, 10: 1.92, 5: 2.34, 3: 3.37}
+_DRAWN = 640_000  # pixels of all halves of one side, if there is more than one draw: about a second
 _MOST_REFERENCE = 10_000  # real images, or as many as samples, if those are more
 
 # Share of the value that real images have, from which precision and recall count as reached.
@@ -49,7 +53,9 @@ _JUDGED = {
 }
 _COLLAPSED = "The samples lack almost all variety of real images, so precision means nothing"
 _NEAR = "The samples are as close to real images as real images are to each other"
-_UNSURE = "The samples are too few to tell whether they are as close to real images as real images are to each other"
+_UNSURE = (
+    "There are too few images to tell whether the samples are as close to real images as real images are to each other"
+)
 _FAR = "The samples are farther from real images than real images are from each other"
 
 
@@ -87,10 +93,11 @@ class Comparison:
     """Axes along which images continue at their other side: "", "x", "y" or "xy"."""
     unknown: UnknownValues | None = None
     """What is unknown in images and samples; None if nothing is."""
-    _prepared: dict[int, RealImages] = field(default_factory=dict, repr=False)
+    # Not arguments, so that `replace` begins them anew: they are of this reference.
+    _prepared: dict[int, RealImages] = field(default_factory=dict, repr=False, init=False)
     """Real images by the number of samples that are compared with them."""
-    _measured: list[tuple[PixelSource, MeasuredSamples | str]] = field(default_factory=list, repr=False)
-    """The last samples of `measure`, and what their values are compared by, for `curves`."""
+    _measured: list[tuple[PixelSource, MeasuredSamples | str]] = field(default_factory=list, repr=False, init=False)
+    """The last samples of `measure`, and what their values are compared by, until `curves` has used them."""
 
     def __post_init__(self) -> None:
         pixels = self.reference.pixels
@@ -170,6 +177,7 @@ class Comparison:
         if not names:
             return []
         known = [measured for one, measured in self._measured if one is samples]
+        self._measured.clear()  # as they may be large
         return self._real_images(samples).curves(names, known[0] if known else samples)
 
     def _real_images(self, samples: PixelSource) -> RealImages:
@@ -231,26 +239,33 @@ def check_enough(count: int, what: str) -> None:
 def _measure_pixels(name: str, real: Tensor, fake: Tensor, others: Tensor | None) -> list[MetricResult]:
     """Return a metric of pixels, and the same of random halves of `others`, real images, for comparison.
 
-    It falls with the number of images, so the halves have as many images as the samples, if `others` has twice as many.
+    `sliced` falls with the number of images, so the halves have as many images as the samples, if `others` has twice
+    as many. Their range is where nine of ten further halves would be. Many pixels take long: one draw, and no range.
     """
-    found = compare_pixels([name], real, fake)
     if others is None or (half := len(others) // 2) < FEWEST_COMPARED:
-        return found
-    # Of many images, halves hardly differ, and take long.
-    draws, generator = _HALVES if half <= _FEW else 1, torch.Generator().manual_seed(0)
-    reached = list[list[float]]()
-    for _ in range(draws):
-        order = torch.randperm(len(others), generator=generator)
-        parts = others[order[:half]], others[order[half : 2 * half]]
-        reached.append([one.value for one in compare_pixels([name], *parts) if one.value is not None])
-    values = [sorted(each) for each in zip(*reached, strict=True)]
-    if len(values) != len(found):  # refused
-        return found
-    ends = [(each[0], each[-1]) if draws > 1 else (None, None) for each in values]
-    return [
-        replace(one, real=sum(each) / draws, real_low=low, real_high=high)
-        for one, each, (low, high) in zip(found, values, ends, strict=True)
-    ]
+        return compare_pixels([name], real, fake)
+    draws = next((count for count in _DRAWS if count * half * real[0, 0].numel() <= _DRAWN), 1)
+    generator, reached = torch.Generator().manual_seed(0), list[list[float | None]]()
+    with Progress(f"{name} of samples and of halves of the real images", 1 + draws) as progress:
+        found = compare_pixels([name], real, fake)
+        for _ in range(draws):
+            progress.advance(1)
+            order = torch.randperm(len(others), generator=generator)
+            parts = others[order[:half]], others[order[half : 2 * half]]
+            reached.append([one.value for one in compare_pixels([name], *parts)])
+    return [_with_halves(one, each) for one, each in zip(found, zip(*reached, strict=True), strict=True)]
+
+
+def _with_halves(one: MetricResult, values: Sequence[float | None]) -> MetricResult:
+    """Return a result with the mean of its values of random halves, and their range if there are several."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):  # refused
+        return one
+    mean = fmean(known)
+    if len(known) == 1:
+        return replace(one, real=mean)
+    around = _DRAWS[len(known)] * stdev(known)
+    return replace(one, real=mean, real_low=max(0.0, mean - around), real_high=mean + around)
 
 
 def luma_spectra(real: Tensor, fake: Tensor) -> dict[str, list[float]]:
@@ -296,7 +311,7 @@ def verdict(measured: Sequence[MetricResult], copies: Sequence[Mapping[str, Any]
         looks_real, varied = (_reached(one) for one in shares)
         said = _JUDGED[looks_real, varied] if _reached(shares[1], _ALIKE) else _COLLAPSED
     elif distance is not None:
-        said = (_UNSURE if _uncertain(distance) else _NEAR) if _near(distance) else _FAR
+        said = _FAR if not _near(distance) else _UNSURE if _uncertain(distance) else _NEAR
     elif of_values:
         shares = of_values
         said = _NEAR if all(map(_near, of_values)) else _FAR
@@ -322,8 +337,10 @@ def _near(one: MetricResult) -> bool:
 
 
 def _uncertain(one: MetricResult) -> bool:
-    """Return True if random halves of real images differ by more than what still counts as reached."""
-    return one.real is not None and one.real_high is not None and one.real_high > one.real / _REACHED
+    """Return True if halves of real images differ by more than what still counts as reached, and hold the value."""
+    if one.value is None or one.real is None or one.real_low is None or one.real_high is None:
+        return False
+    return one.value > one.real_low and one.real_high > one.real / _REACHED
 
 
 def _reached(one: MetricResult, share: float = _REACHED) -> bool:

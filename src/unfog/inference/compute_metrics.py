@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from unfog.data.dataset import Dataset
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.likelihood import best_end, bits_per_dim
 from unfog.diffusion.noise import NoiseSource
+from unfog.diffusion.sampler import Kind
 from unfog.evaluation.condition_worth import ConditionWorth
 from unfog.evaluation.features import compute_features
 from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, MeanEstimate
@@ -36,6 +37,7 @@ from unfog.inference.evaluation_files import (
     EvaluationSetup,
     GeneratedSamples,
     MixedSamples,
+    spell_drawn,
 )
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.memorization import (
@@ -48,7 +50,7 @@ from unfog.inference.memorization import (
 from unfog.inference.obeyed_conditions import ConditionJudge, in_parts, judged_columns, measure_worth
 from unfog.inference.true_images import compare_with_truth
 from unfog.pipeline.build import build_held_out_set, build_loss_at
-from unfog.pipeline.generate import generate_images, view_grid
+from unfog.pipeline.generate import generate_images, sample_calls, view_grid
 from unfog.reporting.charts import as_file, curve_chart
 from unfog.reporting.findings import Finding
 from unfog.reporting.image_grids import Pixels, save_png
@@ -105,7 +107,7 @@ def compute_metrics(
     said = verdict(metrics, copies)
     metrics += of_sizes
     if world.is_main:
-        drawn = ", ".join(f"{name} {value}" for name, value in generation.items() if name != "reference")
+        drawn = spell_drawn(generation, without="reference")
         metrics = [replace(one, drawn=drawn) for one in metrics] + _held_out_metrics(run, setup)
         if WORTH in setup.compared.metrics:
             held_out = build_held_out_set(setup.dataset, run.config, run.device, _MOST_FOR_WORTH)
@@ -169,10 +171,15 @@ def _describe_generation(run: LoadedRun, setup: EvaluationSetup) -> dict[str, An
     low, high = generation.interval
     partly = generation.guidance != 1 and (low, high) != (0.0, 1.0)
     sizes = [f"{part.generation.count:,} of {part.sides}" for part in setup.parts]
+    # The adaptive sampler calls the network as often as it needs, and so may a step of somebody's own.
+    counted = generation.sampler.kind in get_args(Kind) and generation.sampler.kind != "adaptive"
+    data = run.config.data
+    masked = {"unknown_share": round(data.unknown_share, 6), "samples_masked": bool(data.unknown_mask)}
     return {
         "weights": run.weights if run.ema is None else f"{run.weights} of width {run.ema:g}",
         "sampler": generation.sampler.kind,
         "steps": generation.sampler.steps,
+        **({"calls": sample_calls(generation, run.config.diffusion.schedule)} if counted else {}),
         "seed": generation.seed,
         # A number as such, as it always was.
         "guidance": spell_guidance(generation.guidance)
@@ -184,6 +191,7 @@ def _describe_generation(run: LoadedRun, setup: EvaluationSetup) -> dict[str, An
         "precision": generation.precision,
         "labels": "as in the data" if generation.given else "none",
         **({"sizes": ", ".join(sizes)} if len(sizes) > 1 else {}),
+        **(masked if data.has_unknown else {}),
         "reference": setup.reference_name,
     }
 

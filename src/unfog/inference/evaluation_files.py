@@ -135,8 +135,7 @@ class Evaluation:
                 notes.setdefault(one.note, []).append(one.metric)
         return [
             *filter(None, [self.verdict]),
-            ("" if self.step is None else f"step {self.step:,}: ")
-            + ", ".join(f"{name} {value}" for name, value in self.drawn.items()),
+            ("" if self.step is None else f"step {self.step:,}: ") + spell_drawn(self.drawn),
             *(align_columns([_TABLE_HEAD, *map(_table_row, self.measured)]) if self.measured else []),
             *(f"{', '.join(names)}: {note}" for note, names in notes.items()),
             *(line for said, rows in self.condition_tables() for line in (said, *align_columns(rows))),
@@ -196,6 +195,17 @@ class Evaluation:
                 truth = [ImageAgreement(**one) for one in stored.pop("truth", ())]
                 return cls(measured=measured, obeys=obeys, worth=worth, truth=truth, **stored)
         return None
+
+
+def spell_drawn(drawn: Mapping[str, Any], without: str = "") -> str:
+    """Return how samples were drawn, such as "sampler dpmpp, steps 20, 20 calls a sample", but for one setting."""
+    said = {
+        "calls": lambda value: f"{value} calls a sample",
+        "unknown_share": lambda value: f"share of unknown values {value}",
+        "samples_masked": lambda value: f"samples {'with' if value else 'without'} unknown values",
+    }
+    spelled = ((name, said.get(name, f"{name} {{}}".format)(value)) for name, value in drawn.items())
+    return ", ".join(text for name, text in spelled if name != without)
 
 
 def _table_row(one: MetricResult) -> tuple[str, ...]:

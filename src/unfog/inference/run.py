@@ -258,7 +258,8 @@ class Run(LoadedRun):
         told = _read_conditions(self.config, request, asked, given_table)
         # An observed image may be of any class, which a network learns where labels are dropped at times.
         if measurement is not None and asked == {} and self.config.label_dropout > 0:
-            told = told._replace(given=())
+            # Each condition is hidden, not absent: networks of other people take numbers, which may be NaN, not None.
+            told = told._replace(given=conditions.parse({one.name: None for one in conditions.facts}))
         generation = self._generation_settings(request, told, negative)
         if measurement is not None:
             _check_one_posterior(generation)

@@ -61,7 +61,9 @@ class ColumnEmbedding(nn.Module):
         self.linear = layer(len(buffers["scale"]))
         if not balanced and isinstance(self.linear, nn.Linear):
             with torch.no_grad():
-                self.linear.weight.mul_(_begin([one for each in of.values() for one in each], self.linear.weight))
+                self.linear.weight.mul_(
+                    _initial_factors([one for each in of.values() for one in each], self.linear.weight)
+                )
 
     def forward(self, told: Conditions, count: int, dtype: torch.dtype) -> Tensor:
         """Return the embedding [B, width] of `count` images; a field that is absent is known of none of them."""
@@ -137,12 +139,12 @@ def _scales(columns: Sequence[tuple[str, ColumnFacts]], balanced: bool) -> list[
     return [share for share, size in zip(shares, inputs) for _ in range(size)]
 
 
-def _begin(columns: Sequence[ColumnFacts], weight: Tensor) -> Tensor:
-    """Return the factor of each input of new weights [width, inputs] that torch drew for a linear layer.
+def _initial_factors(columns: Sequence[ColumnFacts], weight: Tensor) -> Tensor:
+    """Return factors [inputs] of the new weights [width, inputs] that torch drew for a linear layer.
 
-    Then a column begins as if it were alone: numbers as a linear layer of theirs, and categories as an embedding, whose
-    vectors have deviation 1; of several, their sum has. Otherwise 300 categories would begin with 0.03, and be learned
-    slowly.
+    torch draws weights of deviation 1/sqrt(3 inputs) for all inputs together. Then those of a number or vector have the
+    deviation 1/sqrt(3 inputs) for its own inputs, as in a linear layer of theirs. Those of a category have 1, as in an
+    embedding, and of several their sum has. Otherwise 300 categories would begin with 0.03, and be learned slowly.
     """
     total = weight.shape[1]
     alike = ("category", "several")

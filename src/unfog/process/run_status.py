@@ -118,7 +118,7 @@ class RunStatus:
 
     @property
     def best_text(self) -> str:
-        return "" if math.isnan(self.best) else f"{self.metric} {self.best:.4g}"
+        return "–" if math.isnan(self.best) else f"{self.metric} {self.best:.4g}"
 
     @property
     def higher_is_better(self) -> bool:
@@ -225,9 +225,9 @@ def best_metric(path: Path) -> str:
 
 
 def _best(metrics: Sequence[Row], metric: str) -> tuple[float, int | None]:
-    """Return the best value of a metric and its step; (nan, None) where it was not measured."""
+    """Return the best value of a metric and its step; (nan, None) where it was not measured after step 0."""
     steps, values = finite_column(metrics, metric)
-    if not len(values):
+    if not steps.any():
         return math.nan, None
     at = values.argmax() if metric in Evaluate.HIGHER else values.argmin()
     return float(values[at]), int(steps[at])
@@ -240,6 +240,8 @@ def _seconds_left(metrics: Sequence[Row], steps: int) -> float:
     if len(known) < 2:
         known.insert(0, (0.0, 0.0))
     (first, begun), (last, ended) = known[0], known[-1]
+    if last < 2:  # the first step also allocates, and says little of the others
+        return math.nan
     return max(0, steps) * (ended - begun) / (last - first) if last > first and ended >= begun else math.nan
 
 

@@ -169,7 +169,7 @@ class Progress:
     def restart(self) -> None:
         """Estimate the time left from now on."""
         self._started = self._drawn = time.monotonic()
-        self._pace = Rate(self._done, self._started)
+        self._first, self._pace = self._done, Rate(self._done, self._started)
         self._printed: tuple[int, str] | None = None  # what the last plain line said
 
     def update(self, done: int, note: str = "") -> None:
@@ -204,6 +204,8 @@ class Progress:
     def time_left(self) -> str:
         """Return "52 s left"; "" at the end, and where end or pace is not known."""
         if not self.total or self._done >= self.total or math.isnan(self._pace.rate):
+            return ""
+        if self._done - self._first < 2:  # the first step also allocates, and says little of the others
             return ""
         return f"{format_duration((self.total - self._done) / self._pace.rate)} left"
 

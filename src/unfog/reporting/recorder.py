@@ -16,7 +16,7 @@ from unfog.callbacks import LogEvent, SampleEvent
 from unfog.files.safe_files import make_folder, write_atomic
 from unfog.reporting.image_grids import Pixels, encode_png
 from unfog.reporting.log_settings import Log, check_installed
-from unfog.reporting.progress import Progress, format_number, say, warn
+from unfog.reporting.progress import Progress, format_duration, format_number, say, warn
 from unfog.reporting.records import Events, Metrics
 from unfog.reporting.report import write_report
 from unfog.reporting.tracker_base import Tracker
@@ -68,7 +68,8 @@ class Recorder:
         self._events = Events(run_dir / "events.jsonl")
         self._metrics = Metrics(run_dir / "metrics.jsonl", start if logged is None else logged)
         before = (self._metrics.last or {}).get("seconds")
-        self._opened = time.monotonic() - (before if isinstance(before, int | float) else 0.0)
+        self._before = before if isinstance(before, int | float) else 0.0
+        self._opened = time.monotonic() - self._before
         self._disk_refused = False
         self._images: dict[Path, bytes] = {}  # that the disk has not taken yet
         self._notes: dict[str, str] = {}
@@ -154,6 +155,12 @@ class Recorder:
     def seconds(self) -> float:
         """Wall time of the run so far, over all its resumes."""
         return time.monotonic() - self._opened
+
+    def describe_time(self, saving: float) -> str:
+        """Return the time of this session, of which `saving` seconds went into checkpoints, and that of the run."""
+        whole = self.seconds
+        text = f"{format_duration(whole - self._before)}, of which checkpoints took {saving:.1f} s"
+        return f"{text}; {format_duration(whole)} in all" if self._before else text
 
     def close(self) -> None:
         """Close the files, the sinks and the progress line."""

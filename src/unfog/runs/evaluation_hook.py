@@ -232,9 +232,12 @@ def _metric_flops(config: Config, samples: int, reference: int, width: int) -> f
 def _metrics_due(config: Config, step: int, plan: LengthPlan) -> bool:
     """Return True if metrics are due after this step: the last one, or the first evaluation after their interval.
 
-    Under a plan that stretches the interval of evaluations, that of metrics is as many times as long.
+    Under a plan that stretches the interval of evaluations, that of metrics is as many times as long. A plan without
+    time for any but the last evaluation has none for samples.
     """
-    stretch = max(1, plan.stretch)
+    stretch = plan.stretch
+    if not stretch:
+        return False
     apart, every = stretch * config.evaluate.every, stretch * config.evaluate.metrics_every
     return every >= 0 and (step >= plan.steps or step // every > (step - apart) // every)
 

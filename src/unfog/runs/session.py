@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from unfog.callbacks import EndEvent
+from unfog.checks.settings.learning_rate_checks import describe_high_rate
 from unfog.checks.settings.settings_checks import check_settings
 from unfog.config.resume_rules import settings_digests
 from unfog.config.schema import Config
@@ -255,7 +256,7 @@ class Session(StoppableHooks):
     def _report(self, done: bool) -> None:
         say(
             f"{'finished' if done else 'stopped'} at step {self.step:,} after "
-            f"{format_duration(self.recorder.seconds)}, of which checkpoints took {self.saver.stall_seconds:.1f} s"
+            f"{self.recorder.describe_time(self.saver.stall_seconds)}"
         )
         try:  # the run is saved, so a report that fails must not make it one that failed
             write_report(self.context.folder.path)
@@ -379,7 +380,8 @@ class Session(StoppableHooks):
             index = [int(self.stream.batch(place, 1).index[0]) for place in report.images]
             names = [self.dataset.train.names[i] for i in index]
             fields |= {"images": names, "levels": report.levels, "layer": report.where, "phase": report.phase}
-            warn(f"step {self.step:,} was skipped: {report.describe(names)}")
+            high = describe_high_rate(self.config, sum(p.numel() for p in state.model.parameters()))
+            warn(f"step {self.step:,} was skipped: {high}{report.describe(names)}")
         self.recorder.event("step_refused", self.step, **fields)
 
     def on_out_of_memory(self, state: TrainState) -> None:
@@ -429,6 +431,9 @@ class Session(StoppableHooks):
             self.saver.save_ema_snapshot(state)
 
     def evaluate(self, state: TrainState) -> dict[str, Any]:
+        stretch = state.length.at(self.step).stretch
+        if self.step and self.budget is not None and not self.budget.evaluates_at_end(stretch):
+            return {}
         with self.aside("evaluate"):
             return self.evaluation.evaluate(self.step, self.recorder)
 
@@ -483,8 +488,10 @@ class Session(StoppableHooks):
             self._said_steps = plan.steps
             say(f"  {plural(plan.steps, 'step')} in all from here on: {why}")
         if plan.stretch != before.stretch:
-            apart = f"{plan.stretch} times as far apart" if plan.stretch < STRETCHES[-1] else "at the end only"
-            what = f"previews and evaluation {apart}" if plan.stretch else "previews at the end only, no evaluation"
+            apart = f"{plan.stretch} times as far apart" if 0 < plan.stretch < STRETCHES[-1] else "at the end only"
+            what = f"previews and evaluation {apart}"
+            if not self.budget.evaluates_at_end(plan.stretch):
+                what = f"previews {apart}, no evaluation"
             say(f"  {what}, so that they and checkpoints take at most a tenth of the budget")
         return plan
 

@@ -133,6 +133,10 @@ class TimeBudget:
                 kept.remove(name)
         return kept
 
+    def evaluates_at_end(self, stretch: int) -> bool:
+        """Return whether to evaluate after the last step: also where nothing is between, if it takes little."""
+        return self._every.evaluate > 0 and (stretch > 0 or bool(self.affordable(["evaluate"])))
+
     def due(self, step: int, last: bool) -> bool:
         """Return whether to plan anew after step number `step`. Called after each step."""
         now = self._clock()
@@ -238,7 +242,7 @@ class TimeBudget:
 
     def _final_steps(self, stretch: int) -> float:
         """Return the time of the work after the last step, in steps."""
-        evaluation = self._cost("evaluate") if stretch and self._every.evaluate > 0 else 0.0
+        evaluation = self._cost("evaluate") if self.evaluates_at_end(stretch) else 0.0
         return evaluation + _FINAL_PREVIEWS * self._cost("preview") + self._cost("save") + self._cost("write")
 
     def _uncertain_steps(self) -> float:

@@ -195,7 +195,7 @@ def _lost_process_explained(world: World) -> Iterator[None]:
             raise
         raise LostProcess(
             f"rank {world.rank} has lost another rank, which ended or does not answer; unfog resume continues "
-            f"from the newest checkpoint, as torchrun does by itself with --max-restarts ({str(error)[:160]})"
+            "from the newest checkpoint, as torchrun does by itself with --max-restarts (--debug shows torch's error)"
         ) from error
 
 

@@ -184,7 +184,7 @@ class RunEntry:
         else:
             candidates += saved_values(self.path, now.metric)
         known = [one for one in candidates if math.isfinite(one[0])]
-        if not known:
+        if not any(step for _, step in known):  # only before training
             return now
         best, step = (max if now.higher_is_better else min)(known, key=lambda one: one[0])
         return replace(now, best=best, best_step=step)

@@ -18,8 +18,8 @@ class LengthPlan(NamedTuple):
     steps: int
     """Steps of the whole run."""
     stretch: int
-    """Factor on the intervals of previews, evaluations and checkpoints (of these up to 4). 0: no preview before the
-    end, and no evaluation at all."""
+    """Factor on the intervals of previews, evaluations and checkpoints (of these up to 4). 0: at the
+    end alone, without metrics of samples."""
     position: float
     """Position in the schedule of the learning rate, in steps of the first length."""
     limit: float = NO_LIMIT

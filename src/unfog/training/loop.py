@@ -23,6 +23,7 @@ from unfog.training.updates.recovery import roll_back_if_needed, skip_step
 from unfog.training.updates.updater import Updater
 
 _RAREST_CHECKPOINTS = 4  # times the interval, at most
+_AT_THE_END = 10**12  # interval of what is due after the last step alone
 
 
 class Intervals(NamedTuple):
@@ -53,7 +54,9 @@ class Intervals(NamedTuple):
         """Return these intervals with those of a `Plan`, which is made for a time budget."""
         # A crash must not cost most of a run, so that checkpoints are not left out.
         checkpoint = self.checkpoint * min(factor or _RAREST_CHECKPOINTS, _RAREST_CHECKPOINTS)
-        return self._replace(preview=factor * self.preview, evaluate=factor * self.evaluate, checkpoint=checkpoint)
+        # Without an evaluation of trained weights the untrained ones would be the best checkpoint.
+        evaluate = (factor or _AT_THE_END) * self.evaluate
+        return self._replace(preview=factor * self.preview, evaluate=evaluate, checkpoint=checkpoint)
 
 
 class LoopSettings(NamedTuple):

@@ -359,7 +359,7 @@ class ImageFormat:
         return self.values.to_bytes(pictures.transpose(0, 3, 1, 2))
 
     def known_planes(self, pictures: NDArray[Any]) -> NDArray[np.bool_] | None:
-        """Return where channels of stored images [N, H, W, C] are known, [N, C, H, W]; None if they are everywhere."""
+        """Return where channels of stored images [N, H, W, C] are known, [N, C, H, W]; None if nothing is unknown."""
         if self.values.filler is None:
             return None
         known = self.values.known(pictures.transpose(0, 3, 1, 2))

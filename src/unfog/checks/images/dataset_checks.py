@@ -22,6 +22,7 @@ from unfog.reporting.charts import bar_chart, histogram
 from unfog.reporting.findings import Figure, Finding, Severity, format_percent, format_share, list_names
 from unfog.reporting.progress import plural
 from unfog.text import sanitize
+from unfog.values.columns import CLASS
 from unfog.values.image_format import ImageFormat, Size, sides_of, size_of
 
 _TOO_FEW, _FEW, _MANY = 5, 100, 1000  # images: too few to train on; soon memorized; enough to generalise from
@@ -55,9 +56,9 @@ def _check_count(scan: ImageScan) -> Finding:
     """Check that there are enough training images."""
     prepared, settings = scan.prepared, scan.prepared.settings
     train, held_out = len(prepared.train), len(prepared.held_out)
-    flip = "--flip if mirrored images make sense, " * (not settings.flip)
-    # Augmentation needs pixels, and cuts edges that are joined.
-    augment = "--data.augment 0.15, " * (prepared.latents is None and not settings.augment and not settings.wrapped)
+    sided = " and no condition depends on left and right" * any(name != CLASS for name in prepared.train.columns)
+    flip = f"--flip if mirrored images make sense{sided}, " * (not settings.flip)
+    augment = "--data.augment 0.15, " * (prepared.latents is None and settings.can_be_augmented)
     more = (
         f"add images. Otherwise use {flip}{augment}--network tiny:dropout=0.2, and compare samples with their nearest "
         "training images"

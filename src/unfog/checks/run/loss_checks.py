@@ -161,11 +161,12 @@ def held_out_history(record: RunRecord) -> tuple[Floats, Floats, float]:
 
 def _overfitting_remedy(record: RunRecord) -> str:
     """Return remedies for overfitting, most helpful first."""
-    flip = "" if record.config.data.flip else "--flip, "
     config = record.config
-    possible = config.representation.augmentable and not config.data.augment and not config.data.wrapped
+    sided = " unless a condition depends on left and right" if config.columns else ""
+    flip = "" if config.data.flip else f"--flip{sided}, "
+    possible = config.representation.augmentable and config.data.can_be_augmented
     augment = "--data.augment 0.15, " if possible else ""
-    by = "" if record.config.evaluate.best == "held_out_loss" else f", by {record.config.evaluate.best},"
+    by = "" if config.evaluate.best == "held_out_loss" else f", by {config.evaluate.best},"
     return (
         f"the best checkpoint{by} is kept: {record.command('sample', '--best')}; next time {flip}{augment}"
         "dropout (--network small:dropout=0.1), a smaller network or fewer steps"

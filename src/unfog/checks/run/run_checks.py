@@ -201,6 +201,9 @@ def _check_losses(
         on_unseen = None if unseen is None else losses("ema", unseen)
         raw = losses("model", own)
     average, what = (on_seen, "training images") if own is seen or on_unseen is None else (on_unseen, "held-out images")
+    if not (np.isfinite(average).all() and np.isfinite(raw).all() and np.isfinite(on_seen).all()):
+        skipped.append("the losses of the weights, as they are not finite")
+        return [], None, None
     findings = [check_ema(record, average, raw, weights.updates, what)]
     if on_unseen is None:
         skipped.append("overfitting, as no images are held out (--data.held-out 0.05 holds some out, of 100 or more)")

@@ -302,6 +302,8 @@ def _after_trouble(
     if went_back:
         lr = record.config.optimizer.lr * record.lr_scale
         return f"training continues with a rate of {lr:.2g}; if it happens again: {record.stability_remedy(usual_lr)}"
+    if usual_lr and record.config.optimizer.lr * record.lr_scale > _HIGH * usual_lr:
+        return record.stability_remedy(usual_lr)
     where = f" (first in {layers.most_common(1)[0][0]})" if layers else ""
     return f"if it continues, compute in fp32{where}: {record.resume_command('--precision fp32')}"
 

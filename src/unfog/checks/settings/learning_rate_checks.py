@@ -35,6 +35,17 @@ def check_optimization(config: Config, images: int, parameters: int) -> list[Fin
     ]
 
 
+def describe_high_rate(config: Config, parameters: int) -> str:
+    """Return how far the learning rate is above the usual, for a step that was not finite; "" if it is no reason."""
+    method, network, lr = config.optimizer.method, config.network, config.optimizer.lr
+    if network is None or isinstance(method, Custom):
+        return ""
+    usual = default_learning_rate(parameters, config.training.batch, network, method, bool(config.init.folder))
+    if lr <= _FAR_TOO_HIGH * usual:
+        return ""
+    return f"the learning rate {lr:.2g} is {format_number(lr / usual)} times the usual {usual:.2g}: lower it first; "
+
+
 def _linear_learning_rate(
     parameters: int, batch: int, network: NetworkSettings, optimizer: OptimizerKind | None = None
 ) -> float:

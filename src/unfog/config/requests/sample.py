@@ -110,7 +110,7 @@ class SampleRequest(SamplingRequest):
     given_table: Path | None = setting(None, metavar="TABLE")
     """A .csv, .tsv or .jsonl file with conditions as columns: an image for each row. Empty cells are not told."""
     prompt: tuple[str, ...] = setting((), metavar="TEXT", see="docs/text.md")
-    """Captions to draw, such as "a red heart", of a run on captions; images cycle through several."""
+    """Captions to draw, of a run on captions, as in --prompt "a red cat" "a blue fish"; images cycle through them."""
     prompts: Path | None = setting(None, metavar="FILE")
     """Captions to draw, one a line."""
     guide: str | None = setting(None, metavar="auto|none|RUN[:STEP]")

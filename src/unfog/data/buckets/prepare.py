@@ -201,7 +201,7 @@ def _with_classes(images: ImageSet, classes: tuple[str, ...]) -> ImageSet:
 
 
 def _with_column(images: ImageSet, column: Column) -> ImageSet:
-    """Return a set with another form of one of its columns, which its fingerprint stands for already."""
+    """Return a set with one of its columns in another form. It keeps its fingerprint, as it is of the same files."""
     if images.columns[column.name] is column:
         return images
     return replace(images, columns={**images.columns, column.name: column}, known_fingerprint=images.fingerprint)

@@ -36,18 +36,21 @@ _NAMED = 3  # images of each peculiarity
 
 @dataclass
 class _Findings:
-    """Names of the images whose captions have each peculiarity."""
+    """How many images have captions with each peculiarity, and the names of the first of them."""
 
-    images: dict[str, list[str]] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    named: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, what: str, image: str) -> None:
-        self.images.setdefault(what, []).append(image)
+        self.counts[what] += 1
+        if self.counts[what] <= _NAMED:
+            self.named.setdefault(what, []).append(image)
 
     def line(self, name: str) -> str:
         """Return one line on all of them; "" if there is nothing to say."""
         parts = [
-            f"{len(images):,} {what} (such as {', '.join(map(sanitize, images[:_NAMED]))})"
-            for what, images in self.images.items()
+            f"{count:,} {what} (such as {', '.join(map(sanitize, self.named[what]))})"
+            for what, count in self.counts.items()
         ]
         return f"{sanitize(name)}: {', '.join(parts)}" if parts else ""
 
@@ -66,7 +69,8 @@ def caption_column(
 
     Args:
         name: of the column.
-        cells: a text for each image, or a list of texts; bytes of a file with a caption a line; None if unknown.
+        cells: a text for each image, or a list of texts; bytes of a file with a caption a line, or the error of reading
+            it; None if unknown.
         names: of the images.
         training: returns the indices of the training images.
         warn: called with one line on what is remarkable.
@@ -75,14 +79,16 @@ def caption_column(
         RequestError: no image has a caption, or all have the same.
     """
     findings = _Findings()
-    if any(isinstance(cell, bytes) for cell in cells):
+    if any(isinstance(cell, bytes | ImageError) for cell in cells):
         for cell, image in zip(cells, names):
             if cell is None:
-                findings.add("without a text file that can be read", image)
+                findings.add("without a text file", image)
     texts = [_captions(cell, image, findings) for cell, image in zip(cells, names)]
     rows = training().tolist()
     learned = [text for i in rows for text in texts[i]]
     if len({*learned}) < 2:
+        if line := findings.line(name):
+            warn(line)
         why = "is one text for all images" if learned else "is empty for all images"
         raise RequestError(f"the column {sanitize(name)} {why}: it cannot be a condition; leave it out")
     merges = learn_merges(learned[:: -(-len(learned) // _LEARNED)])
@@ -106,21 +112,18 @@ def _length(lengths: NDArray[np.int64]) -> int:
     return min(MOST_LENGTH, -(-covered // _ROUNDED) * _ROUNDED)
 
 
-def caption_files(source: Source, warn: Callable[[str], None]) -> list[bytes | None] | None:
+def caption_files(source: Source) -> list[bytes | ImageError | None] | None:
     """Return the content of the text file beside each image, None if it has none; None if no image has one.
 
-    `warn` is called with a line on files that cannot be read.
+    A file that cannot be read is the error that says why.
     """
-    found, findings = list[bytes | None](), _Findings()
-    for i, name in enumerate(source.names):
+    found = list[bytes | ImageError | None]()
+    for i in range(len(source.names)):
         try:
             found.append(source.read_beside(i, SUFFIX, _FILE_BYTES + 1))
         except (OSError, ImageError) as error:
-            found.append(None)
-            findings.add(f"in a file {os_error_reason(error) if isinstance(error, OSError) else error}", name)
-    if line := findings.line("captions"):
-        warn(line)
-    return None if all(each is None for each in found) and not findings.images else found
+            found.append(ImageError(os_error_reason(error)) if isinstance(error, OSError) else error)
+    return None if all(each is None for each in found) else found
 
 
 def captions_counted(ignored: Mapping[str, int], cells: Mapping[str, Sequence[Any]]) -> Mapping[str, int]:
@@ -150,6 +153,9 @@ def _is_beside(source: Source, i: int) -> bool:
 
 def _captions(cell: Any, image: str, findings: _Findings) -> list[str]:
     """Return the captions of a cell, [] if it is empty."""
+    if isinstance(cell, ImageError):
+        findings.add(f"with a text file {cell}", image)
+        return []
     if isinstance(cell, bytes):
         value: Any = tuple(line.strip() for line in _decoded(cell, image, findings).splitlines())
     else:

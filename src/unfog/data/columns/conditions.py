@@ -50,6 +50,8 @@ def with_conditions(
     place, wanted = parse_condition(setting)
     if not wanted:
         return source
+    images = {} if place else source.images_of(wanted)  # which `pair_sources` takes
+    wanted = {name: kind for name, kind in wanted.items() if name not in images}
     found = {name: source.columns[name] for name in wanted if not place and name in source.columns}
     cells = _cells(source, place, [name for name in wanted if name not in found], warn)
     for name, each in cells.items():
@@ -87,7 +89,7 @@ def _cells(source: Source, place: str, names: Sequence[str], warn: Callable[[str
         captions = [name for name in rest if name in TEXT_NAMES]
         if place or len(captions) != 1:
             raise
-        files = texts or caption_files(source, warn)
+        files = texts or caption_files(source)
         if files is None:
             raise
     others = [name for name in rest if name not in captions]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import SUFFIXES
 from unfog.data.sources.label_tables import normalize_label
 from unfog.errors import RequestError
@@ -50,11 +51,20 @@ def column_of(name: str, cells: Sequence[Any], names: Sequence[str], kind: str =
             f'{sanitize(name)}=FILE, from Python condition="{sanitize(name)}=FILE"'
         )
     kind = kind or _find_kind(name, known)
+    if kind not in _MAKERS:
+        raise RequestError(
+            f"condition = {sanitize(name)}:{kind}: {sanitize(name)} has values, and no images; give "
+            f"{sanitize(name)}=FOLDER:{kind} with the images, or omit :{kind}"
+        )
     return _MAKERS[kind](name, values, names)
 
 
 def cell_value(cell: Any) -> _Cell:
-    """Return a cell of a table, or a value of JSON, as a number, a text or a list; None if it is not known."""
+    """Return a cell of a table, or of JSON or a text file, as a number, a text or a list; None if it is not known."""
+    if isinstance(cell, ImageError):  # of a text file
+        return None
+    if isinstance(cell, bytes):
+        cell = cell.decode("utf-8-sig", "replace")
     if isinstance(cell, bool):
         return str(cell).lower()
     if isinstance(cell, int | float | Decimal):

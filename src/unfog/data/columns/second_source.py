@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unfog.data.bit_depth import DeepImage, Ranges
-from unfog.data.columns.image_setting import split_images
+from unfog.data.columns.image_setting import SECOND_KINDS, split_images
 from unfog.data.decode import Fit, parse_colour, read_deep, turned_upright, upright_sides
 from unfog.data.decode_pool import (
     ColourFoundError,
@@ -30,6 +30,7 @@ from unfog.data.decode_pool import (
 )
 from unfog.data.full_depth.choice import channels_of, first_image
 from unfog.data.full_depth.ranges import find_ranges, spread
+from unfog.data.settings import parse_condition
 from unfog.data.sources.base import FailedShardError, ImageError, SecondSource, ShardReadError, Source
 from unfog.data.sources.image_files import image_error
 from unfog.data.sources.label_tables import strip_shard
@@ -56,17 +57,23 @@ def pair_sources(source: Source, condition: str, warn: Callable[[str], None]) ->
     """
     if source.second is not None:
         return source.second
-    wanted = split_images(condition)[0].second
-    return tuple(_pair(source, name, text, kind, warn) for name, (text, kind) in wanted.items())
+    place, columns = parse_condition(condition)
+    beside = {} if place else source.images_of(columns)
+    wanted = {name: (second, columns[name]) for name, second in beside.items()}
+    for name, (text, kind) in split_images(condition)[0].second.items():
+        try:
+            wanted[name] = open_source(os.path.expanduser(text)), kind
+        except RequestError as error:
+            raise RequestError(f"condition {name}: {error}") from None
+    return tuple(_pair(source, name, second, kind, warn) for name, (second, kind) in wanted.items())
 
 
-def _pair(source: Source, name: str, text: str, kind: str, warn: Callable[[str], None]) -> SecondSource:
-    try:
-        second = open_source(os.path.expanduser(text))
-    except RequestError as error:
-        raise RequestError(f"condition {name}: {error}") from None
+def _pair(source: Source, name: str, second: Source, kind: str, warn: Callable[[str], None]) -> SecondSource:
+    said, count, images = f"condition {name}: {sanitize(second.name)}", len(second.names), len(source.names)
+    if count != images and _by_place(source.names) and _by_place(second.names):
+        raise RequestError(f"{said} has {count:,} images, and there are {images:,}; give one for each, in their order")
     partner = _partners(source.names, second.names)
-    found, said = int((partner >= 0).sum()), f"condition {name}: {sanitize(second.name)}"
+    found = int((partner >= 0).sum())
     if 2 * found < len(partner):
         raise RequestError(
             f"{said} has an image for {found:,} of {len(partner):,} images only; pairs have the same name but for the "
@@ -78,14 +85,21 @@ def _pair(source: Source, name: str, text: str, kind: str, warn: Callable[[str],
         first = source.names[int(np.flatnonzero(partner < 0)[0])]
         warn(f"{said} has no image for {missing:,} of {len(partner):,}, such as {sanitize(first)}: unknown for them")
     _check_proportions(source, second, partner, said)
+    if kind not in ("", *SECOND_KINDS):
+        raise RequestError(f"{said} are images, and not of kind {kind}; omit :{kind}")
     if not kind:
         kind, values = _find_kind(second, partner)
         if kind == "image" and values == 1:
             warn(
                 f"{said}: those that were looked at have one value, and so are taken as pictures; if they are masks, "
-                f"give {name}=SOURCE:mask"
+                "end the condition with :mask"
             )
     return SecondSource(name, kind, second, partner)
+
+
+def _by_place(names: Sequence[str]) -> bool:
+    """Return True for names of images in an array, which are their numbers alone."""
+    return all(names[i] == f"{i:08}" for i in (0, len(names) - 1))
 
 
 def _some(names: Sequence[str]) -> str:
@@ -284,7 +298,7 @@ def _check_values(name: str, count: int) -> None:
     if count > MOST_MASK_VALUES:
         raise RequestError(
             f"condition {name}: the masks have more than {MOST_MASK_VALUES} values; a mask has one a category, which a "
-            f"JPEG does not keep; save them as PNG, or give {name}=SOURCE:image if they are pictures"
+            f"JPEG does not keep; save them as PNG, or end the condition with :image if they are pictures"
         )
 
 

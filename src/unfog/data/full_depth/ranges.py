@@ -49,19 +49,20 @@ def find_ranges(
     name = sanitize(source.name)
     floats = ValueRange.of_floats(extents[True], name) if extents[True] else None
     whole = ValueRange.of_integers(extents[False], name) if extents[False] and integers else None
-    if whole is not None and (line := _unused_line(whole, max(high for _, high in extents[False]), name)):
-        warn(line)
+    if whole is not None and (line := _unused_line(whole, max(high for _, high in extents[False]), floats)):
+        warn(f"{name} has {line}")
     # The range of the type needs no setting, unless one of floating point would hold for both.
     return Ranges(None if whole == FULL_RANGE and floats is None else whole, floats)
 
 
-def _unused_line(found: ValueRange, most: float, name: str) -> str:
+def _unused_line(found: ValueRange, most: float, floats: ValueRange | None) -> str:
     """Return a line if the largest integer `most` is far below the range of its bits; else ""."""
     if not 0 < most < _USED * found.high:
         return ""
+    setting = Ranges(ValueRange(*outward(0, most)), floats).setting
     return (
-        f"{name} has integers up to {most:,.0f}, and the range {found} of the next bits of sensors leaves the rest "
-        f"unused; if its sensor ends there, --data.range 0 {outward(0, most)[1]:.10g}"
+        f"integers up to {most:,.0f}, which use {most / found.high:.0%} of the range {found}; if that is the sensor's "
+        f"largest value, give --data.range {' '.join(f'{value:.10g}' for value in setting)}"
     )
 
 

@@ -13,7 +13,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from lzma import LZMAError
 from pathlib import Path
@@ -58,10 +58,12 @@ class ArraySource(Source):
 
     suffixes = (".npy", ".npz")
 
-    def __init__(self, path: Path, name: str, axes: str = "auto") -> None:
+    def __init__(self, path: Path, name: str, axes: str = "auto", key: str = "") -> None:
+        """`key` is that of another array of an .npz file, whose images are taken in place of the usual ones."""
         self._path, self.name, self.resolved = path, name, str(path.resolve())
+        self._beside = dict[str, Source]()
         try:
-            images, labels, others, stored_axes = _read(path, name)
+            images, labels, others, stored_axes = _read(path, name, key)
             self._stamp = sampled_digest(path)
         except RequestError:
             raise
@@ -150,6 +152,24 @@ class ArraySource(Source):
     def values_of(self, names: Sequence[str]) -> Mapping[str, Sequence[Any]]:
         return {name: self._array(name).tolist() for name in names if name in self._others}
 
+    def images_of(self, names: Collection[str]) -> Mapping[str, Source]:
+        others = {*self._others} - {*_LABEL_KEYS} - {*self._beside}
+        for name in [name for name in names if name in others and self._sides(name) > 2]:
+            beside = ArraySource(self._path, f"{self.name}:{name}", self._axes, name)
+            if len(beside.names) != len(self.names):
+                raise RequestError(
+                    f"the array {sanitize(name)} of {sanitize(self.name)} has {len(beside.names):,} images, and there "
+                    f"are {len(self.names):,}; give one for each"
+                )
+            self._beside[name] = beside  # read once, as it may be asked for again
+        return {name: self._beside[name] for name in names if name in self._beside}
+
+    def _sides(self, key: str) -> int:
+        """Return how many axes another array has; 0 if it cannot be read, which `values_of` says."""
+        with suppress(*DAMAGE_ERRORS, zipfile.BadZipFile), zipfile.ZipFile(self._path) as archive:
+            return len(_header_of(archive, _entry_of(archive, key))[0])
+        return 0
+
     def _array(self, key: str) -> NDArray[Any]:
         """Return another array of an .npz file. RequestError if it is damaged, or is not of the images."""
         said, count = f"the array {sanitize(key)} of {sanitize(self.name)}", len(self.names)
@@ -226,8 +246,11 @@ def sampled_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path, name: str) -> tuple[NDArray[Any] | FileRows, NDArray[Any] | None, list[str], str]:
-    """Return (images, labels or None, names of all arrays but the images, order of the axes or "")."""
+def _read(path: Path, name: str, key: str) -> tuple[NDArray[Any] | FileRows, NDArray[Any] | None, list[str], str]:
+    """Return (images, labels or None, names of all arrays but the images, order of the axes or "").
+
+    With `key`, its array is the images, and there are no labels and no others.
+    """
     if path.suffix.lower() == ".npy":
         array = load_rows(path, path.parent)
         if not isinstance(array, np.ndarray | FileRows):
@@ -243,6 +266,8 @@ def _read(path: Path, name: str) -> tuple[NDArray[Any] | FileRows, NDArray[Any] 
         axes = str(_read_member(archive, _AXES, name)) if _AXES in keys else ""
         if axes not in ("", "NCHW", "NHWC"):
             raise ValueError(f"{_AXES} is {sanitize(axes):.20}, and neither NCHW nor NHWC")
+        if key:
+            return _read_member(archive, key, name), None, [], axes
         others = [key for key in keys if key not in (images, _AXES)]
         found = None if labels is None else _read_member(archive, labels, name)
         return _read_member(archive, images, name), found, others, axes
@@ -250,11 +275,8 @@ def _read(path: Path, name: str) -> tuple[NDArray[Any] | FileRows, NDArray[Any] 
 
 def _read_member(archive: zipfile.ZipFile, key: str, name: str) -> NDArray[Any]:
     """Read an array of an .npz file, if its size is true and fits into memory. It is never unpickled."""
-    entry = f"{key}.npy" if f"{key}.npy" in archive.namelist() else key
-    with archive.open(entry) as file:
-        version = np.lib.format.read_magic(file)
-        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = header(file)
+    entry = _entry_of(archive, key)
+    shape, dtype = _header_of(archive, entry)
     size, free = math.prod(shape) * dtype.itemsize, free_memory()
     if dtype.hasobject:
         raise RequestError(
@@ -271,6 +293,19 @@ def _read_member(archive: zipfile.ZipFile, key: str, name: str) -> NDArray[Any]:
         )
     with archive.open(entry) as file:
         return np.asarray(np.lib.format.read_array(file, allow_pickle=False))
+
+
+def _entry_of(archive: zipfile.ZipFile, key: str) -> str:
+    return f"{key}.npy" if f"{key}.npy" in archive.namelist() else key
+
+
+def _header_of(archive: zipfile.ZipFile, entry: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return the shape and the type that an array of an .npz file claims to have."""
+    with archive.open(entry) as file:
+        version = np.lib.format.read_magic(file)
+        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = header(file)
+    return shape, dtype
 
 
 def free_memory() -> int | None:

@@ -12,7 +12,7 @@ import io
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -363,6 +363,13 @@ class Source(ABC):
 
         Names without values are left out. The values may become columns: see `data.columns.kinds`.
         RequestError if they cannot be read, or are not one for each image.
+        """
+        return {}
+
+    def images_of(self, names: Collection[str]) -> Mapping[str, Source]:
+        """Return, of these names of values beside the images, those that are an image for each image, as sources.
+
+        Their images are in the same order. RequestError as `values_of`.
         """
         return {}
 

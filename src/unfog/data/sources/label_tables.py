@@ -130,6 +130,11 @@ def _read(
     except UnicodeDecodeError as error:
         raise RequestError(f"{said} {not_utf8(error)}") from None
     except (csv.Error, ValueError, RecursionError) as error:
+        if "field larger than field limit" in str(error):  # a long text, or a quote that nothing closes
+            raise RequestError(
+                f"{said} has a cell of more than {csv.field_size_limit():,} characters; shorten it, or close the "
+                "quote before it"
+            ) from None
         raise RequestError(f"{said} is damaged: {str(error)[:100]}; write it again") from None
     if not found:
         raise RequestError(f"{said} has no rows; write a line for each image")

@@ -13,21 +13,22 @@ from unfog._version import __version__
 from unfog.config.spec_strings import format_spec
 from unfog.evaluation.metrics import MetricResult
 from unfog.files.safe_files import list_folder
-from unfog.inference.evaluation_files import Evaluation
+from unfog.inference.evaluation_files import Evaluation, spell_drawn
 from unfog.inference.loaded_run import LoadedRun
 from unfog.process.machine_key import machine_key
 from unfog.process.run_folder import source_name
 from unfog.reporting.records import read_object
 from unfog.text import sanitize
+from unfog.values.condition_format import TEXT
 from unfog.values.condition_kinds import ColumnFacts, kind_of
+from unfog.values.kinds.image_kinds import image_columns
 from unfog.values.value_maps import describe
 
 GRID = "samples.png"
 _LARGEST_REPORT = 2**30  # bytes of data.json, which names every file
 _CLASSES_NAMED = 100
 _LIBRARIES = {"diffusers": "diffusers", "onnx": "onnx"}  # other formats are of torch
-# The Hub has no other task for images that come without a prompt; a class changes nothing in that.
-_TASK = "unconditional-image-generation"
+_NO_TASK = "other"  # of the Hub's tasks, for results, which need one
 
 
 class CardSettings(NamedTuple):
@@ -53,14 +54,14 @@ def model_card(run: LoadedRun, settings: CardSettings) -> str:
     every = [(one, here) for evaluation, here in evaluations for one in evaluation.measured]
     # The Hub knows metrics by one word; "kid 48x80" is of one size.
     measured = [(one, here) for one, here in every if one.value is not None and " " not in one.metric]
-    data = _data(run)
+    data, task = _data(run), _task(run.config.columns)
     front = {
         **({"license": settings.license} if settings.license else {}),
         "library_name": _LIBRARIES.get(settings.format, "pytorch"),
-        "pipeline_tag": _TASK,
+        **({"pipeline_tag": task} if task != _NO_TASK else {}),
         "tags": ["unfog", "diffusion", *_conditional_tags(run)],
         "metrics": sorted({one.metric for one, _ in measured}),
-        "model-index": [{"name": title, "results": _results(data.name, measured)}],
+        "model-index": [{"name": title, "results": _results(task, data.name, measured)}],
     }
     if not measured:  # the Hub refuses an index without results
         del front["metrics"], front["model-index"]
@@ -81,6 +82,18 @@ def model_card(run: LoadedRun, settings: CardSettings) -> str:
 
 def _weights(run: LoadedRun) -> str:
     return run.weights if run.ema is None else f"{run.weights} of width {run.ema:g}"
+
+
+def _task(columns: Sequence[ColumnFacts]) -> str:
+    """Return the task of the Hub that a run with these conditions, besides the class, does; `_NO_TASK` if it has none.
+
+    Classes alone have no task of their own, and models with them are found among the unconditional ones.
+    """
+    if not columns:
+        return "unconditional-image-generation"
+    if any(one.kind == TEXT for one in columns):
+        return "text-to-image"
+    return "image-to-image" if image_columns(columns) else _NO_TASK
 
 
 def _conditional_tags(run: LoadedRun) -> list[str]:
@@ -104,10 +117,12 @@ def _data(run: LoadedRun) -> _Data:
     used, held_out = (report.get(key) for key in ("used", "held_out"))
     known = isinstance(used, int) and isinstance(held_out, int)
     values = config.image_format.values
+    sizes = [f"{one.sides} ({one.images:,} images)" for one in config.size_buckets]
     rows = [
         ("source", name),
         ("images", f"{used:,}, of which {held_out:,} were held out of training" if known else "not recorded"),
         ("size", str(config.image_format)),
+        *([("trained in sizes", ", ".join(sizes))] if sizes else []),
         *([("-1 to 1 of the model", describe(values.maps))] if values.maps else []),
         *([("seamless along", " and ".join(config.data.wrapped))] if config.data.wrapped else []),
         *([("unknown values", f"{config.data.unknown_share:.2%}, left out")] if config.data.has_unknown else []),
@@ -198,7 +213,7 @@ def _metrics_section(evaluations: Sequence[tuple[Evaluation, bool]]) -> str:
         rows = [_metric_row(metric) for metric in one.measured]
         head = ("metric", "value", "standard error", "95% interval", "real images", "n", "reference", "features")
         copies = "; ".join(f"by {found['by']}: {found['evidence']}" for found in one.copies)
-        how = ", ".join(f"{name} {sanitize(str(value))}" for name, value in one.drawn.items() if name != "reference")
+        how = sanitize(spell_drawn(one.drawn, without="reference"))
         texts += [
             _escaped(sanitize(one.verdict)),
             _table(head, rows) if rows else "",
@@ -229,7 +244,7 @@ def _metric_row(one: MetricResult) -> tuple[str, ...]:
     return one.metric, value or "refused", error, interval, real, *counts, features
 
 
-def _results(dataset: str, measured: Sequence[tuple[MetricResult, bool]]) -> list[dict[str, Any]]:
+def _results(task: str, dataset: str, measured: Sequence[tuple[MetricResult, bool]]) -> list[dict[str, Any]]:
     """Return the results of the Hub's model-index; a name carries the error, for which the index has no field."""
     metrics = []
     for one, here in measured:
@@ -239,7 +254,7 @@ def _results(dataset: str, measured: Sequence[tuple[MetricResult, bool]]) -> lis
         facts += [f"95% {one.low:.4g} to {one.high:.4g}"] if one.low is not None and one.high is not None else []
         facts += [] if here else ["not measured on the machine that wrote this card"]
         metrics.append({"type": one.metric, "value": one.value, "name": f"{one.metric} ({', '.join(facts)})"})
-    return [{"task": {"type": _TASK}, "dataset": {"name": dataset, "type": dataset}, "metrics": metrics}]
+    return [{"task": {"type": task}, "dataset": {"name": dataset, "type": dataset}, "metrics": metrics}]
 
 
 def _conditions_section(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -18,6 +18,7 @@ from unfog.text import sanitize
 _FILES = ("*.json", "*.txt", "*.model", "*.safetensors")  # that a model and its tokenizer are made of
 # Files of which a tokenizer is made. Without any, transformers may make one to which each word is unknown.
 _TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("vocab.txt",), ("*.model",))
+_WITHOUT_FILES = ("ByT5Tokenizer",)  # whose tokens are bytes
 # Weights that may be missing: poolings that an encoder of tokens does not use, and numbers that are computed.
 _SPARE = ("pooler", "position_ids")
 
@@ -51,9 +52,14 @@ class PretrainedFolder(NamedTuple):
             raise self.refused(f"its model_type is {str(kind)[:40]!r}, and we read {', '.join(kinds)}")
         if not any(self.path.glob("*.safetensors")):
             raise self.refused("it has no *.safetensors, and a pickle (*.bin) is not loaded, as it may run code")
-        if not any(all(any(self.path.glob(name)) for name in files) for files in _TOKENIZERS):
+        if not self._has_tokenizer():
             raise self.refused("it has no tokenizer: tokenizer.json, vocab.json and merges.txt, vocab.txt or *.model")
         return kind, config
+
+    def _has_tokenizer(self) -> bool:
+        if any(all(any(self.path.glob(name)) for name in files) for files in _TOKENIZERS):
+            return True
+        return self.read_json("tokenizer_config.json", optional=True).get("tokenizer_class") in _WITHOUT_FILES
 
     def read_json(self, name: str, optional: bool = False) -> dict[str, Any]:
         """Return the object in a JSON file of the folder; {} if it holds another value, or is missing and `optional`.

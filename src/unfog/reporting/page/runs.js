@@ -76,7 +76,7 @@ class Runs extends View {
 			<td class="state">${state(run.state)}${run.detail && run.detail !== "training" ? html` <span class="soft">${run.detail}</span>` : ""}</td>
 			<td class="step">${run.steps ? html`<progress max=${run.steps} value=${run.step} aria-label="Progress of ${run.name}"></progress> ` : ""}<span>${steps}</span></td>
 			<td class="left">${run.state === "running" ? duration(run.seconds_left ?? NaN) : ""}</td>
-			<td class="best">${run.best === null || run.best === undefined ? "" : html`${number(run.best)} <span class="soft">${run.metric}</span>`}</td>
+			<td class="best">${run.best === null || run.best === undefined ? "–" : html`${number(run.best)} <span class="soft">${run.metric}</span>`}</td>
 			<td class="bytes">${run.bytes ? bytes(run.bytes) : ""}</td><td class="age">${Number.isFinite(run.age) ? `${duration(run.age)} ago` : ""}</td></tr>`;
 	}
 

@@ -29,7 +29,7 @@ from unfog.files.cache_folder import cache_folder
 from unfog.files.safe_files import make_folder, read_file, remove, write_atomic
 from unfog.reporting.image_grids import Pixels
 from unfog.serve.playground.inputs import Inputs
-from unfog.serve.run_files import checkpoint_steps, conditions_of
+from unfog.serve.run_files import checkpoint_steps, conditions_of, read_settings
 from unfog.values.image_format import are_pictures
 from unfog.values.kinds.image_kinds import image_columns
 
@@ -258,6 +258,9 @@ def job_of(request: SampleRequest) -> dict[str, Any]:
 def command_of(request: SampleRequest, pictures: Iterable[str] = ()) -> str:
     """Return the command that draws the same pictures, with files for the conditions that are images."""
     words, settings = ["unfog", "sample", str(request.run)], settings_of(request) | _files(request)
+    stored = read_settings(request.run)
+    if stored.get("buckets") and not request.image:  # of which the page draws the largest
+        settings["size"] = str(stored.get("data.size"))
     if files := [f"{name}={name}.png" for name in pictures]:
         settings["given"] = [*settings.get("given", []), *files]
     for name, value in settings.items():

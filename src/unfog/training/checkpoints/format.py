@@ -298,6 +298,12 @@ def find_checkpoint(
         steps = ", ".join(str(saved.step) for saved in found) or "none"
         what = "that was measured" if which == "best" else f"of step {which}"
         raise RequestError(f"there is no checkpoint {what}; there is {steps}")
+    # Rotation keeps it until there is a better one, but untrained weights draw noise.
+    if which == "best" and wanted.step == 0 and not any(saved.step and saved.value is not None for saved in found):
+        raise RequestError(
+            "the only evaluation that is kept is that of the untrained network (step 0); omit --best, and the newest "
+            "checkpoint is taken"
+        )
     if wrong := wanted.find_damage():
         raise RunError(str(BrokenCheckpoint(wanted.folder, wrong)))
     return wanted

@@ -34,7 +34,7 @@ class NanReport(NamedTuple):
     levels: tuple[float, ...] = ()
     """Noise quantile of each of `images`, in (0, 1), clean to noisy."""
     every: bool = False
-    """Every image of the step is affected, so that the cause is the network rather than an image."""
+    """Every image of the step is affected, so that the cause is the network or its rate rather than an image."""
     more: int = 0
     """Number of further parameters and buffers, or gradients, that are not finite ("weights", "backward")."""
 
@@ -53,7 +53,7 @@ class NanReport(NamedTuple):
             what = f"the loss{f' of {whom}' if whom else ''} is not finite{_since(self.phase, self.where)}"
         if not self.every:
             return what
-        cause = {"input": "the augmentation or the noise"}.get(self.where, "the network")
+        cause = {"input": "the augmentation or the noise"}.get(self.where, "the network or the learning rate")
         return f"{what}; every image is affected, so the cause is {cause}, not an image"
 
     @classmethod

@@ -87,9 +87,10 @@ class TextKind(ConditionKind):
         if not isinstance(word, str):
             raise RequestError(f"{facts.name} = {word!r:.60} must be a text, such as 'a red heart'")
         tokenizer, length = tokenizer_of(facts.categories), self.width(facts)
-        tokens = tokenizer.encode(word)
+        text = word.strip()
+        tokens = tokenizer.encode(text)
         # The tokens of a longer text are not known, as its end is not read.
-        is_read = len(word) <= MOST_CHARACTERS
+        is_read = len(text) <= MOST_CHARACTERS
         if len(tokens) > length or not is_read:
             size = f"{len(tokens):,} tokens" if is_read else f"{len(word):,} characters"
             fits = tokenizer.decode(tokens[:length])
