@@ -18,7 +18,7 @@ from unfog.config.spec_strings import quote
 from unfog.config.validate import check_out, check_sample_size, report_dropped_levels, resolve_sampler
 from unfog.data.columns.given_table import read_given_table, save_given_table
 from unfog.data.scans.write import sample_format
-from unfog.errors import RequestError
+from unfog.errors import RequestError, install_command
 from unfog.files.seals import seal_of
 from unfog.pipeline.sample_folder import SampleFolder
 from unfog.process.machine_key import machine_key
@@ -298,7 +298,7 @@ def write_grid(
 def check_animation(file: Path) -> None:
     """Raise RequestError unless an animation can be written to this file."""
     if file.suffix == ".mp4" and not find_spec("imageio_ffmpeg"):
-        raise RequestError("an MP4 needs imageio-ffmpeg: pip install 'unfog[video]'; or animate as .gif or .webp")
+        raise RequestError(f"an MP4 needs imageio-ffmpeg: {install_command('video')}; or animate as .gif or .webp")
     if file.exists() or file.is_symlink():
         raise RequestError(f"{quote(str(file))} exists; give another --animate")
     if not file.parent.is_dir():

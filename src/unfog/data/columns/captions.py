@@ -79,10 +79,6 @@ def caption_column(
         RequestError: no image has a caption, or all have the same.
     """
     findings = _Findings()
-    if any(isinstance(cell, bytes | ImageError) for cell in cells):
-        for cell, image in zip(cells, names):
-            if cell is None:
-                findings.add("without a text file", image)
     texts = [_captions(cell, image, findings) for cell, image in zip(cells, names)]
     rows = training().tolist()
     learned = [text for i in rows for text in texts[i]]
