@@ -206,8 +206,8 @@ def _bucket_choice(config: Config) -> BucketChoice:
     factor = split_images(config.data.condition)[0].made.get("degrade", 1)
 
     def fits(height: int, width: int) -> bool:
-        if height % factor or width % factor:
-            return False
+        if height % factor or width % factor or (factor > 1 and min(height, width) < 2 * factor):
+            return False  # the small image has two pixels a side at least
         with suppress(RequestError):
             if network is not None:
                 network.check((height, width))

@@ -36,7 +36,7 @@ _NAMED = 3  # images of each peculiarity
 
 @dataclass
 class _Findings:
-    """How many images have captions with each peculiarity, and the names of the first of them."""
+    """Counts of the images whose captions have each peculiarity, and the names of the first of them."""
 
     counts: Counter[str] = field(default_factory=Counter)
     named: dict[str, list[str]] = field(default_factory=dict)
