@@ -6,7 +6,7 @@ import json
 import shlex
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 
 class UnfogError(Exception):
@@ -42,7 +42,12 @@ class NothingSaved(Interrupted):
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra of this installation: from the package index, or from its checkout."""
+    """Return the command that installs an extra of this installation: from the package index, or from its checkout.
+
+    Its double quotes are understood by every shell, those of Windows among them.
+    """
+    from urllib.request import url2pathname  # slow to import
+
     try:
         origin = json.loads(distribution("unfog").read_text("direct_url.json") or "{}")
     except (PackageNotFoundError, ValueError):
@@ -50,6 +55,7 @@ def install_command(extra: str) -> str:
         checkout = Path(__file__).parents[2]
         origin = {"url": checkout.as_uri(), "dir_info": {"editable": True}} if checkout.name != "site-packages" else {}
     if "dir_info" not in origin:
-        return f"pip install 'unfog[{extra}]'"
-    where = shlex.quote(f"{unquote(urlsplit(origin['url']).path)}[{extra}]")
+        return f'pip install "unfog[{extra}]"'
+    place = f"{url2pathname(urlsplit(origin['url']).path)}[{extra}]"
+    where = shlex.quote(place) if any(letter in place for letter in '"$`!') else f'"{place}"'
     return f"pip install {'-e ' if origin['dir_info'].get('editable') else ''}{where}"

@@ -62,7 +62,7 @@ def training_settings(source: Source, preset: str, settings: dict[str, Any]) -> 
     from unfog.runs.start import base_settings, new_run_settings
 
     labels = _pop_labels(source, settings)
-    conditions = _pop_conditions(source, settings)
+    conditions, counts = _pop_conditions(source, settings)
     for name in ("init", "autoencoder", "codec", "mirror"):
         if isinstance(settings.get(name), PathLike):
             settings[name] = path_of(settings[name], name)
@@ -73,7 +73,9 @@ def training_settings(source: Source, preset: str, settings: dict[str, Any]) -> 
     changes = nest_settings(settings)
     consent_to_settings(changes)
     config = new_run_settings(base_settings(recipe(preset), None, changes), changes, "")
-    return replace(config, source=stored_source(source, labels, config.data, conditions))  # last, as it may take long
+    place = stored_source(source, labels, config.data, conditions)  # last, as it may take long
+    _check_counts(counts, place, config.data)
+    return replace(config, source=place)
 
 
 def autoencoder_request(source: Source, out: PathLikeText | None, settings: dict[str, Any]) -> TrainAutoencoderRequest:
@@ -165,17 +167,18 @@ def _pop_labels(source: object, settings: dict[str, Any]) -> Any:
     return settings.pop("labels", None)
 
 
-def _pop_conditions(source: object, settings: dict[str, Any]) -> Mapping[str, Any]:
+def _pop_conditions(source: object, settings: dict[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, int]]:
     """Take `conditions`, values by name of column, out of the settings, and add the names to the setting `condition`.
 
-    Values of images that are objects are in their order, and are returned; those of files are by their names, and
-    become a table in the cache. RequestError if they are not such values.
+    Values of images that are objects are in their order, and are returned, but for those that are images: of these the
+    number is returned by name, as they are written into the cache. Values of files are by their names, and become a
+    table in the cache. RequestError if they are not such values.
     """
     from unfog.data.columns.given import columns_by_name, store_images, store_table
 
     conditions = settings.pop("conditions", None)
     if conditions is None:
-        return {}
+        return {}, {}
     columns = columns_by_name(conditions)
     given = settings if "condition" in settings else settings.get("data", {})
     named = given.get("condition", "") if isinstance(given, Mapping) else ""
@@ -183,10 +186,24 @@ def _pop_conditions(source: object, settings: dict[str, Any]) -> Mapping[str, An
         settings["condition"] = store_table(columns, named)
         if given is not settings and named:
             settings["data"] = {name: value for name, value in given.items() if name != "condition"}
-        return {}
-    columns, condition = store_images(columns, named)
+        return {}, {}
+    others, condition = store_images(columns, named)
     if condition != named:
         settings["condition"] = condition
         if given is not settings and named:
             settings["data"] = {name: value for name, value in given.items() if name != "condition"}
-    return columns
+    return others, {name: len(values) for name, values in columns.items() if name not in others}
+
+
+def _check_counts(counts: Mapping[str, int], place: str, data: Data) -> None:
+    """Raise RequestError unless each of these conditions has as many images as the source at `place`."""
+    if not counts:
+        return
+    from unfog.data.sources.registry import open_source
+
+    images = len(open_source(place, axes=data.axes).names)
+    for name, count in counts.items():
+        if count != images:
+            raise RequestError(
+                f"the condition {name} has {count:,} images, and there are {images:,} to train on; give one for each"
+            )

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import shlex
 import subprocess
 import sys
 import time
@@ -688,10 +687,11 @@ def test_no_command_is_a_wrong_request_and_a_question_is_none(words, status):
 @pytest.mark.parametrize(
     ("origin", "command"),
     [
-        (None, "pip install 'unfog[hf]'"),
-        ({"url": "https://example.org/unfog.whl", "archive_info": {}}, "pip install 'unfog[hf]'"),
-        ({"url": "file:///home/a/my%20unfog", "dir_info": {"editable": True}}, "pip install -e '/home/a/my unfog[hf]'"),
-        ({"url": "file:///src/unfog", "dir_info": {}}, "pip install '/src/unfog[hf]'"),
+        (None, 'pip install "unfog[hf]"'),
+        ({"url": "https://example.org/unfog.whl", "archive_info": {}}, 'pip install "unfog[hf]"'),
+        ({"url": "file:///home/a/my%20unfog", "dir_info": {"editable": True}}, 'pip install -e "/home/a/my unfog[hf]"'),
+        ({"url": "file:///src/unfog", "dir_info": {}}, 'pip install "/src/unfog[hf]"'),
+        ({"url": "file:///src/$x", "dir_info": {}}, "pip install '/src/$x[hf]'"),
     ],
 )
 def test_an_extra_is_installed_from_where_unfog_came_from(monkeypatch, origin, command):
@@ -708,7 +708,7 @@ def test_an_extra_of_a_checkout_that_is_not_installed(monkeypatch):
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr("unfog.errors.distribution", missing)
-    assert install_command("hf") == f"pip install -e {shlex.quote(f'{Path(__file__).parents[2]}[hf]')}"
+    assert install_command("hf") == f'pip install -e "{Path(__file__).parents[2]}[hf]"'
 
 
 @pytest.mark.parametrize(("at", "next_said"), [("resolve_metrics", False), ("quick_check_images", True)])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from unfog.config.schema import Config
 from unfog.data.columns.captions import MOST_CAPTIONS, MOST_LENGTH, caption_column, has_caption_files
 from unfog.data.columns.conditions import with_conditions
 from unfog.data.dataset import ImageSet
@@ -17,6 +18,8 @@ from unfog.data.sources.arrays import ArraySource
 from unfog.data.sources.registry import open_source
 from unfog.data.stream import ImageStream
 from unfog.errors import RequestError
+from unfog.pipeline.load_data import load_images
+from unfog.process.signals import StopSignals
 from unfog.values.condition_format import ConditionFormat, conditions_of, facts_of
 from unfog.values.tokenizer import tokenizer_of
 
@@ -110,7 +113,6 @@ def test_odd_files_are_read_or_named(tmp_path):
     for said in ("1 not in UTF-8", "02.png", "NUL", "larger than 64 KB", f"longer than {MOST_LENGTH} tokens"):
         assert said in line
     assert "1 empty (such as 03.png)" in line
-    assert "1 without a text file (such as 04.png)" in line
 
 
 def test_links_and_folders_in_place_of_captions_are_not_read(tmp_path):
@@ -123,6 +125,17 @@ def test_links_and_folders_in_place_of_captions_are_not_read(tmp_path):
     assert texts_of(dataset)[:3] == ["", "", "a red moon"]
     (line,) = dataset.warnings
     assert line == "text: 2 with a text file that is a folder, a broken link or a device (such as 00.png, 01.png)"
+
+
+def test_images_without_a_caption_are_counted_among_those_that_train(tmp_path, capsys):
+    path = folder(tmp_path / "txt", [None, *TEXTS[1:10], None, None])
+    (path / "11.png").write_bytes(b"no picture")  # neither it nor its caption count
+    data = Data(condition="text", size=8, held_out=0.0)
+    load_images(Config(source=str(path), data=data), StopSignals())
+    said = "".join(capsys.readouterr())
+    assert "2 of the 11 training images have no caption (such as 00.png)" in said
+    assert said.count("caption (") == 1
+    assert "text file" not in said
 
 
 def test_text_files_may_hold_classes(tmp_path):

@@ -203,6 +203,14 @@ def test_the_same_objects_with_other_values_are_another_set():
     assert first != second
 
 
+def test_arrays_have_an_image_for_each_image():
+    images = [np.zeros((8, 6, 3), np.uint8) + i for i in range(COUNT)]
+    for source, count in ((np.stack(images), 11), (images, 13), (iter(images), 0)):
+        with pytest.raises(RequestError, match=f"mask has {count} images"):
+            of_python(source, conditions={"mask": np.zeros((count, 8, 6), bool)})
+    assert of_python(images, conditions={"mask": np.ones((COUNT, 8, 6), bool)}).second
+
+
 def test_items_that_are_dictionaries_have_values():
     items = [{"image": picture(i), "age": AGES[i], "stain": STAINS[i], "label": i % 2} for i in range(COUNT)]
     scan = of_python(items, condition="age,stain")

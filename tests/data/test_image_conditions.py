@@ -120,6 +120,19 @@ def test_arrays_of_booleans_are_masks_of_two_labels(tmp_path, monkeypatch):
         np.testing.assert_array_equal(column.values[:, 0], masks)
 
 
+def test_arrays_that_the_condition_does_not_name_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "cache"))
+    columns = {"age": list(range(8)), "mask": np.zeros((8, HEIGHT, WIDTH), bool)}
+    assert store_images(columns, "age") == ({"age": columns["age"]}, "age")
+    assert store_images(columns, "degrade:factor=4")[1] == "degrade:factor=4"
+    for condition in ("mask:category", "mask=other.npy"):
+        with pytest.raises(RequestError, match=r"image or mask|one of them"):
+            store_images(columns, condition)
+    monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "a,b"))
+    with pytest.raises(RequestError, match="comma"):
+        store_images(columns, "")
+
+
 def test_images_without_a_partner_are_counted_and_not_known(tmp_path):
     images, masks = write_pairs(tmp_path)
     for i in range(3):

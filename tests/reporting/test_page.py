@@ -20,7 +20,7 @@ MODULES = sorted(path.name for path in PAGE.glob("*.js"))
 PLAYGROUND = [name for name in MODULES if name.startswith("playground")]
 """Fetched only when it is opened, and no part of single files."""
 # Bytes of all scripts, comments included: as they are written and as browsers get them; and of the playground's.
-LARGEST, LARGEST_SENT, LARGEST_PLAYGROUND = 182_000, 71_000, 65_000
+LARGEST, LARGEST_SENT, LARGEST_PLAYGROUND = 182_000, 71_300, 65_000
 _NAMES = re.compile(r"^export (?:async )?(?:function|class|const) (\w+)", re.MULTILINE)
 
 

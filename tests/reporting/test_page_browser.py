@@ -538,6 +538,31 @@ def test_curves_are_smoothed_before_they_are_thinned_and_keep_their_spikes(brows
 
 
 @pytest.mark.exhaustive
+def test_a_form_finds_settings_by_the_words_of_explain(browser, address):
+    page = WatchedPage(browser).page
+    page.goto(f"{address}#/start")
+    page.wait_for_selector(".fields .field")
+    for word, setting in (("caption", "data.condition"), ("prompt", "data.condition"), ("grad clip", "training.clip")):
+        page.fill("input[type=search]", word)
+        page.wait_for_selector(f".field:has-text('{setting}')")
+
+
+@pytest.mark.exhaustive
+def test_a_warning_takes_the_place_of_one_with_other_figures(browser, address):
+    page = WatchedPage(browser).page
+    page.goto(address)
+    found = page.evaluate("""async () => {
+      const {troublesOf} = await import('./static/panels.js');
+      const one = (kind, cause) => ({kind, cause, trouble: kind !== 'started'});
+      return troublesOf([
+        one('warning', '247 steps are few'), one('rolled_back', 'step 5'), one('started', ''), one('warning', 'grey'),
+        one('rolled_back', 'step 6'), one('warning', '1,143 steps are few'),
+      ]).map((event) => event.cause);
+    }""")
+    assert found == ["step 5", "grey", "step 6", "1,143 steps are few"]
+
+
+@pytest.mark.exhaustive
 def test_a_long_run_comes_thinned_and_is_exact_where_it_is_zoomed(browser, tmp_path):
     folder = make_run(tmp_path / "runs" / "long", 0.002)
     rows = [

@@ -65,7 +65,7 @@ def test_a_table_is_trained_resumed_and_drawn_from(cells, tmp_path, capsys):
     run = unfog.train(cells, out=tmp_path / "run", condition="age,stain,marks,place", steps=1, **TINY)
     said = "".join(capsys.readouterr())
     assert "condition age: number, 0 to 29" in said
-    assert "not known for 1 of 30" in said
+    assert "not known for 1 of the 30 training images" in said
     assert {one.name: one.kind for one in run.config.columns} == {
         "age": "number",
         "marks": "several",

@@ -185,6 +185,13 @@ def test_a_pause_in_a_preview_or_a_save_does_not_make_it_dear(kind):
     assert {plan.stretch for plan in ended.length.plans} == {1}
 
 
+def test_the_end_says_how_much_of_a_budget_the_start_took(monkeypatch):
+    budget = Machine(lambda t: 0.4).budget
+    monkeypatch.setattr(budget, "_clock", lambda: 118.0)
+    assert budget.describe_start(78.0) == "; starting up took 40 s"
+    assert budget.describe_start(110.0) == ""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("told", [0.1, 0.4, 1.6])
 def test_samples_timed_before_training_are_believed_in_seconds(told):

@@ -59,13 +59,27 @@ def test_a_form_becomes_the_command_that_a_person_would_type(server):
     assert "--no-flip" in off.words
 
 
+@pytest.mark.parametrize(
+    ("word", "setting"),
+    [
+        ("prompt", "data.condition"),
+        ("square", "data.aspect"),
+        ("grad clip", "training.clip"),
+        ("vram", "training.microbatch"),
+    ],
+)
+def test_a_form_knows_the_words_that_explain_knows(word, setting):
+    assert setting in [field["name"] for field in form_fields("train") if word in field["words"]]
+
+
 def test_sources_are_the_built_in_one_those_of_the_command_line_and_those_of_runs(server, tmp_path):
     make_run(tmp_path / "runs" / "b")
     config = tmp_path / "runs" / "b" / "config.toml"
     config.write_text(config.read_text().replace('"fashion"', '"https://me:word@example.org/x.tar?sign=1"'))
     server.runs.scan()
     names = [one["name"] for one in controls.SourceList(server).as_json()]
-    assert names == ["fashion", few_images(), "https://example.org/x.tar"]
+    # The page selects the first, which is what the person gave.
+    assert names == [few_images(), "fashion", "https://example.org/x.tar"]
 
 
 def test_a_run_may_be_given_a_name_that_is_no_path(server):

@@ -22,6 +22,7 @@ from served import make_run, row_of, unpack
 from unfog.process.console_log import console_log
 from unfog.process.run_folder import RunFolder
 from unfog.process.run_status import RunStatus
+from unfog.reporting.page.run_data import read_data_report
 from unfog.reporting.progress import say
 from unfog.serve.metric_columns import REDUCTIONS, MetricColumns, Thinner
 from unfog.serve.run_files import read_webp
@@ -155,6 +156,12 @@ def test_a_run_that_is_watched_has_its_settings_and_data_report_read_once(client
     monkeypatch.undo()
     (run / "data.json").write_text('{"images": 44, "files": []}')
     assert client.get(at).json()["data"]["fields"]["images"] == "44"
+
+
+def test_a_data_report_shows_neither_digests_nor_what_is_empty(run):
+    stored = {"used": 3, "values": "", "unused_pages": 0, "modes": {}, "columns": {"text": ["fe", "ac"]}, "files": []}
+    (run / "data.json").write_text(json.dumps(stored))
+    assert read_data_report(run, [])["fields"] == {"used": "3", "columns": "text"}
 
 
 def test_columns_of_runs_that_were_not_asked_for_longest_are_dropped(tmp_path, monkeypatch):

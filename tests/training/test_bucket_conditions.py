@@ -5,13 +5,18 @@ import pytest
 from PIL import Image
 
 from launches import SETTINGS, ended, forked, largest_difference, output, weights  # noqa: F401  a fixture
+from unfog.config.validate import check_sample_size
 from unfog.data.buckets.prepare import BucketChoice, prepare_buckets
 from unfog.data.columns.made import add_made
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
+from unfog.from_python import training_settings
+from unfog.inference.run import Run
 from unfog.pipeline.given_images import sizes_of_pictures
+from unfog.pipeline.load_data import _bucket_choice
 from unfog.process.run_folder import RunFolder
+from unfog.runs.sample import _parts as divided
 from unfog.values.condition_format import facts_of
 
 SHAPES = (32, 32), (48, 24), (24, 48)
@@ -33,7 +38,11 @@ def write_pairs(place, labels=lambda i: {0, 1 + i % 3}):
 
 
 def read(images, masks, condition=""):
-    settings = Data(size=32, aspect="keep", condition=f"mask={masks}:mask{condition}", cache="memory")
+    return prepared(images, f"mask={masks}:mask{condition}")
+
+
+def prepared(images, condition):
+    settings = Data(size=32, aspect="keep", condition=condition, cache="memory")
     choice = BucketChoice(lambda height, width: height % 8 == width % 8 == 0, 4)
     return add_made(prepare_buckets(open_source(str(images)), settings, choice, lambda line: None))
 
@@ -56,6 +65,7 @@ def test_the_joined_set_has_masks_of_one_size_with_whole_labels(tmp_path):
     column = dataset.train.columns["mask"]
     assert column.values.shape == (len(dataset.train), 1, *dataset.settings.image_format.shape[1:])
     assert set(np.unique(np.asarray(column.values))) == {0, 1, 2, 3}
+    np.testing.assert_array_equal(column.values[1, 0], np.asarray(column.values)[1, 0])
     rows = np.array([len(dataset.train) - 1, 0])
     taken = dataset.train.take(rows)
     np.testing.assert_array_equal(taken.columns["mask"].values, np.asarray(column.values)[rows])
@@ -70,6 +80,41 @@ def test_masks_may_be_constant_in_a_bucket_and_not_in_all(tmp_path):
     assert dataset.train.columns["mask"].categories == ("0", "1", "2")
     with pytest.raises(RequestError, match="one value"):
         read(*write_pairs(tmp_path / "b", lambda i: {1}))
+
+
+def test_pictures_of_floating_point_have_the_range_of_their_values_in_the_buckets(tmp_path):
+    images, _ = write_pairs(tmp_path)
+    (tmp_path / "maps").mkdir()
+    draw = np.random.default_rng(0)
+    for i in range(60):
+        width, height = SHAPES[i % 3]
+        np.save(tmp_path / "maps" / f"{i:02}.npy", draw.normal(0, 1, (height, width)).astype(np.float32))
+    dataset = prepared(images, f"map={tmp_path / 'maps'}:image")
+    values = [part.train.columns["map"].values for part in dataset.buckets]
+    (facts,) = facts_of([dataset.train.columns["map"]])
+    assert facts.statistics[3:] == (min(part.min() for part in values), max(part.max() for part in values))
+
+
+def test_damaged_masks_of_a_bucket_are_unknown_and_counted_in_all(tmp_path):
+    images, masks = write_pairs(tmp_path)
+    for i in (*range(0, 60, 3), 1):  # those of the squares, and another
+        (masks / f"{i:02}.png").write_bytes(b"no image")
+    dataset = read(images, masks)
+    assert any("21 of 60 images cannot be used" in line for line in dataset.warnings)
+    square = next(part for part in dataset.buckets if part.settings.size == 32)
+    assert (square.train.columns["mask"].values == -1).all()
+    assert square.train.columns["mask"].categories == ("0", "2", "3")  # label 1 was in squares
+    for path in masks.iterdir():
+        path.write_bytes(b"no image")
+    with pytest.raises(RequestError, match="none of its images can be used"):
+        read(images, masks)
+
+
+def test_buckets_leave_two_pixels_a_side_to_small_images():
+    settings = {"condition": "degrade:factor=16", "size": 24, "aspect": "keep"}
+    fits = _bucket_choice(training_settings("fashion", "default", settings)).fits
+    assert fits(32, 48)
+    assert not fits(16, 32)
 
 
 def test_another_mask_is_another_set(tmp_path):
@@ -101,14 +146,22 @@ def test_a_run_resumes_to_the_bit_and_draws_each_picture_in_its_bucket(tmp_path)
 
     config = RunFolder(tmp_path / "whole").read_config()
     assert sizes_of_pictures(config, {"mask": str(masks)}, 3) == [32, "44x24", "24x44"]
+    assert sizes_of_pictures(config, {"mask": str(masks), "degrade": None, "grey": None}, 2) == [32, "44x24"]
+    assert sizes_of_pictures(config, {"mask": None, "grey": str(images)}, 2) == [32, "44x24"]
     for bucket in config.size_buckets:
         assert {one.statistics[1:3] for one in config.at_size(bucket.size).columns} == {
             config.at_size(bucket.size).image_format.shape[1:]
         }
+    with pytest.raises(RequestError, match="give 24x44 or 32 or 44x24"):
+        check_sample_size(config.at_size("40x24"))
     out = tmp_path / "out"
     given = ("--given", f"mask={masks}", "--steps", 2, "--device", "cpu")
     output(forked(["sample", tmp_path / "whole", "-n", 4, "--out", out, *given]))
     drawn = [Image.open(path).size for path in sorted(out.glob("0*.png"))]
     assert drawn == [(32, 32), (44, 24), (24, 44), (32, 32)]
+    run = Run(tmp_path / "whole", device="cpu")
+    parts, _ = divided(run, run.prepare(n=7, steps=2), {"mask": str(masks)}, split=True)
+    assert [[*part.prepared.generation.indices] for part in parts] == [[0, 3, 6], [1, 4], [2, 5]]  # a batch a size
+    assert [numbers for part in parts for numbers, _ in part.run.draw(part.prepared)] == [(0, 3, 6), (1, 4), (2, 5)]
     output(forked(["sample", tmp_path / "whole", "-n", 3, "--out", tmp_path / "free", *given[2:]]))
     assert {Image.open(path).size for path in (tmp_path / "free").glob("0*.png")} == {(32, 32), (44, 24), (24, 44)}

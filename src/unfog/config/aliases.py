@@ -181,7 +181,8 @@ _LORA = Advice(
 )
 _PREDICTION = Advice("give --target eps, v, x0, flow or edm", ("diffusion.target",))
 _CAPTIONS = Advice(
-    'unfog train SOURCE --condition text learns captions, and unfog sample RUN --prompt "a red heart" draws by one'
+    'unfog train SOURCE --condition text learns captions, and unfog sample RUN --prompt "a red heart" draws by one',
+    ("data.condition",),
 )
 _FILLING = Advice("unfog sample RUN --image FILE --mask FILE fills in what is white in the mask")
 _EARLY_STOPPING = Advice(

@@ -52,6 +52,13 @@ def explain(name: str) -> str:
     return "\n".join(blocks)
 
 
+def words_for(setting: str) -> list[str]:
+    """Return the words by which people look for a setting: its names in other trainers, and those of its advice."""
+    words = [word for word, meant in USUAL.items() if meant == setting]
+    words += [word for word, advice in ADVICE.items() if setting in advice.settings]
+    return [word.replace("_", " ") for word in words]
+
+
 def _near_words(name: str, settings: Sequence[Description]) -> list[str]:
     """Return at most three words that are spelled like this one and can be explained, nearest first."""
     known = {word for each in settings for word in (*each.flags, each.path[0], *each.choices)} | {*ADVICE, *USUAL}

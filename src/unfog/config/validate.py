@@ -101,9 +101,12 @@ def check_sample_size(config: Config) -> None:
     for one in image_columns(config.columns):
         _, height, width = IMAGE_KINDS[one.kind].shape(one)
         if (height, width) != (config.image_format.height, config.image_format.width):
+            wanted, remedy = f"{width}x{height}", "omit --size"
+            if buckets := config.size_buckets:
+                wanted, remedy = "the size of a bucket", f"give {' or '.join(str(one.size) for one in buckets)}"
             raise RequestError(
-                f"size = {config.image_format.sides}: the condition {sanitize(one.name)} is an image of "
-                f"{width}x{height}, and so are the samples; omit --size"
+                f"size = {config.image_format.sides}: the condition {sanitize(one.name)} is an image of {wanted}, and "
+                f"so are the samples; {remedy}"
             )
     if config.network is not None:
         _, height, width = config.input_shape

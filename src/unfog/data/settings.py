@@ -135,7 +135,8 @@ class Data:
         metavar="COLUMN,COLUMN",
         see="docs/conditions.md",
     )
-    """Columns of a table to learn: [TABLE:]COLUMN[:KIND],…; and images: degrade:factor=4, grey, hole, NAME=SOURCE."""
+    """What to learn beside the images: text = captions, from x.txt beside x.png or a column; or other columns of a
+    table: [TABLE:]COLUMN[:KIND],…; or images: degrade:factor=4, grey, hole, NAME=SOURCE."""
     flip: bool = setting(False, short="flip", resume="free", common=True)
     """Mirror half of the images left to right; off, as text and digits do not survive it."""
     jitter: float = setting(0.0, at_least=0, at_most=1, usual="0.05 to 0.2", resume="free")

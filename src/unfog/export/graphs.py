@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unfog.errors import RequestError
+from unfog.errors import RequestError, install_command
 from unfog.files.safe_files import new_file, regular_file, write_atomic
 
 _Graph = Callable[..., Tensor]
@@ -46,7 +46,7 @@ def check_packages(kind: str) -> None:
     """Raise RequestError if a package is missing that this format needs."""
     extra, needed = _PACKAGES.get(kind, ("", ()))
     if missing := [name for name in needed if not find_spec(name)]:
-        raise RequestError(f"--format {kind} needs {' and '.join(missing)}: pip install 'unfog[{extra}]'")
+        raise RequestError(f"--format {kind} needs {' and '.join(missing)}: {install_command(extra)}")
 
 
 def write_graph(network: nn.Module, inputs: dict[str, Tensor], output: str, path: Path) -> _Graph:

@@ -37,7 +37,7 @@ from unfog.inference.evaluation_files import (
     EvaluationSetup,
     GeneratedSamples,
     MixedSamples,
-    spell_drawn,
+    describe_sampling,
 )
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.memorization import (
@@ -107,7 +107,7 @@ def compute_metrics(
     said = verdict(metrics, copies)
     metrics += of_sizes
     if world.is_main:
-        drawn = spell_drawn(generation, without="reference")
+        drawn = describe_sampling(generation, without="reference")
         metrics = [replace(one, drawn=drawn) for one in metrics] + _held_out_metrics(run, setup)
         if WORTH in setup.compared.metrics:
             held_out = build_held_out_set(setup.dataset, run.config, run.device, _MOST_FOR_WORTH)

@@ -135,7 +135,7 @@ class Evaluation:
                 notes.setdefault(one.note, []).append(one.metric)
         return [
             *filter(None, [self.verdict]),
-            ("" if self.step is None else f"step {self.step:,}: ") + spell_drawn(self.drawn),
+            ("" if self.step is None else f"step {self.step:,}: ") + describe_sampling(self.drawn),
             *(align_columns([_TABLE_HEAD, *map(_table_row, self.measured)]) if self.measured else []),
             *(f"{', '.join(names)}: {note}" for note, names in notes.items()),
             *(line for said, rows in self.condition_tables() for line in (said, *align_columns(rows))),
@@ -197,7 +197,7 @@ class Evaluation:
         return None
 
 
-def spell_drawn(drawn: Mapping[str, Any], without: str = "") -> str:
+def describe_sampling(drawn: Mapping[str, Any], without: str = "") -> str:
     """Return how samples were drawn, such as "sampler dpmpp, steps 20, 20 calls a sample", but for one setting."""
     said = {
         "calls": lambda value: f"{value} calls a sample",

@@ -208,7 +208,7 @@ class Run(LoadedRun):
         )
         for numbers, batch in run.draw(prepared, observe):
             samples.append(batch)
-            progress(numbers.stop)
+            progress(numbers[-1] + 1)
         self.sampled, self.calls = run.sampled, run.calls
         none = run.config.image_format.empty()  # where it was stopped at once
         made = np.concatenate(samples or [none])
@@ -347,8 +347,8 @@ class Run(LoadedRun):
         self,
         prepared: PreparedSampling,
         observe: Observe | None = None,
-        skip: Callable[[range], bool] = lambda numbers: False,
-    ) -> Iterator[tuple[range, Pixels]]:
+        skip: Callable[[Sequence[int]], bool] = lambda numbers: False,
+    ) -> Iterator[tuple[Sequence[int], Pixels]]:
         """Yield (numbers, images uint8 [n, H, W, C]) of each batch, but for those that `skip` is true of."""
         generation, guide, edit, _, measurement, *_ = prepared
         self.sampled, self.calls = prepared.caption, 0

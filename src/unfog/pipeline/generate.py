@@ -64,6 +64,8 @@ class GenerationSettings:
     shared: int = field(
         default=1, repr=False
     )  # samples in a row that begin from the same noise, as the cells of a grid do
+    numbers: tuple[int, ...] = field(default=(), repr=False)
+    """Numbers of the samples, increasing, if they do not follow each other; () for those from `first`."""
     to_seed: int | None = None  # then the samples go from the first one of `seed` to the first one of this seed
 
     def __post_init__(self) -> None:
@@ -80,6 +82,11 @@ class GenerationSettings:
         """Return the settings of samples without flags: the run's sampler and guidance, seed 0, all classes in turn."""
         guidance, interval = config.usual_guidance, config.guidance_interval
         return cls(count, config.sampler, config.conditions.usual, guidance=guidance, interval=interval, batch=batch)
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """Numbers of all samples."""
+        return self.numbers or range(self.first, self.first + self.count)
 
     def resolved(self, config: Config, device: torch.device) -> GenerationSettings:
         """Return these settings with the precision that a run of `config` is drawn in on a device."""
@@ -120,7 +127,7 @@ def generate_images(
     samples = [config.image_format.empty()]
     for numbers, batch in generate_batches(network, config, settings, observe, guide, calls, edit):
         samples.append(batch)
-        progress(numbers.stop - settings.first)
+        progress(numbers[-1] + 1 - settings.first)
     return np.concatenate(samples)
 
 
@@ -132,9 +139,9 @@ def generate_batches(
     guide: Conditional | None = None,
     calls: Callable[[int], None] = lambda calls: None,
     edit: Edit | None = None,
-    skip: Callable[[range], bool] = lambda numbers: False,
+    skip: Callable[[Sequence[int]], bool] = lambda numbers: False,
     observation: Observation | None = None,
-) -> Iterator[tuple[range, Pixels]]:
+) -> Iterator[tuple[Sequence[int], Pixels]]:
     """Yield (numbers, samples uint8 [n, H, W, C]) of each batch, but for those whose numbers `skip` is true of.
 
     `calls` receives, for each batch, the network calls per image, with those of a guide. `observe` is called at every
@@ -155,9 +162,9 @@ def _generate_batches(
     guide: Conditional | None,
     calls: Callable[[int], None],
     edit: Edit | None,
-    skip: Callable[[range], bool],
+    skip: Callable[[Sequence[int]], bool],
     observation: Observation | None,
-) -> Iterator[tuple[range, Pixels]]:
+) -> Iterator[tuple[Sequence[int], Pixels]]:
     device = next(network.parameters()).device
     settings = settings.resolved(config, device)
     shape, image_map = config.input_shape, ImageMap.of(config, device)
@@ -166,10 +173,9 @@ def _generate_batches(
     # Known pixels, and what was observed, constrain the predicted image, not the learned variance.
     uses_variance = sampler.kind == "ddpm" and (edit is None or edit.unknown is None) and observation is None
     variance = config.diffusion.learned_variance and uses_variance
-    end = settings.first + settings.count
     with _evaluation_mode(network, device, settings.precision):
-        for first in range(settings.first, end, settings.batch):
-            indices = range(first, min(first + settings.batch, end))
+        for first in range(0, settings.count, settings.batch):
+            indices = settings.indices[first : first + settings.batch]
             if skip(indices):
                 continue
             denoiser = _CallCounter(Denoiser(network, config.diffusion, variance, DTYPES.get(settings.precision)))
@@ -180,7 +186,7 @@ def _generate_batches(
                 denoise = observation.posterior(denoise, config.diffusion.path)
             noise = settings.noise(indices, shape, device)
             parts = (denoise, config.diffusion.path, config.diffusion.schedule, noise)
-            watch = observe and Watch(observe, first)
+            watch = observe and Watch(observe, indices[0])
             x = sampler(*parts, watch) if encoded_edit is None else encoded_edit(sampler, *parts, watch)
             if watch and watch.stopped:
                 break

@@ -70,7 +70,7 @@ def sizes_of_pictures(config: Config, given: Mapping[str, object], most: int) ->
     whose shape is not known gets the size of the run. RequestError as `read_pictures`.
     """
     sizes = [bucket.size for bucket in config.size_buckets]
-    facts = next((one for one in image_columns(config.columns) if one.name in given), None)
+    facts = next((one for one in image_columns(config.columns) if given.get(one.name) is not None), None)
     if facts is None or not sizes:
         return []
     found = []
@@ -78,7 +78,7 @@ def sizes_of_pictures(config: Config, given: Mapping[str, object], most: int) ->
         if isinstance(one, Picture):
             found.append(config.data.size)
             continue
-        with _usable(facts, one):
+        with _errors_named(facts, one):
             sides = np.array([_sides(one.read)], np.int32)
         found.append(sizes[int(nearest_bucket(sizes, sides)[0])])
     return found
@@ -163,11 +163,11 @@ def _picture(config: Config, facts: ColumnFacts, given: _Given | Picture) -> Pic
     """Return the condition that a picture becomes."""
     if isinstance(given, Picture):
         return given
-    with _usable(facts, given):
-        return picture_text(_READERS[facts.kind](config, facts, _with_white(facts, given)), given.name)
+    with _errors_named(facts, given):
+        return picture_text(_READERS[facts.kind](config, facts, _without_booleans(facts, given)), given.name)
 
 
-def _with_white(facts: ColumnFacts, given: _Given) -> _Given:
+def _without_booleans(facts: ColumnFacts, given: _Given) -> _Given:
     """Return a picture whose booleans, if it has some, are black and white, and in a mask its two labels."""
 
     def read() -> _Found:
@@ -176,15 +176,15 @@ def _with_white(facts: ColumnFacts, given: _Given) -> _Given:
             return found
         if facts.kind != "mask":
             return found.astype(np.uint8) * np.uint8(255)
-        pair = [int(name) for name in facts.categories if not name.startswith("#")]
-        false, true = pair if len(pair) == 2 else (0, 1)
+        labels = [int(name) for name in facts.categories if not name.startswith("#")]
+        false, true = labels if len(labels) == 2 else (0, 1)
         return np.where(found, true, false)
 
     return given._replace(read=read)
 
 
 @contextmanager
-def _usable(facts: ColumnFacts, given: _Given) -> Iterator[None]:
+def _errors_named(facts: ColumnFacts, given: _Given) -> Iterator[None]:
     """Raise RequestError, with the name of the picture, for errors of what reads it."""
     try:
         with silence_pillow():

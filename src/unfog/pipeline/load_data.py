@@ -20,7 +20,7 @@ from unfog.data.columns.captions import has_caption_files
 from unfog.data.columns.conditions import resolved_condition
 from unfog.data.columns.image_setting import split_images
 from unfog.data.columns.made import add_made
-from unfog.data.dataset import Dataset
+from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.full_depth.choice import kept_line
 from unfog.data.full_depth.fit import fit_values
 from unfog.data.prepare import prepare
@@ -39,8 +39,7 @@ from unfog.settings import AUTO, is_auto
 from unfog.text import sanitize
 from unfog.training.distributed.watchdog import AWAITING_IMAGES
 from unfog.values.buckets import bucket_texts
-from unfog.values.columns import Column
-from unfog.values.condition_format import facts_of
+from unfog.values.condition_format import TEXT, facts_of
 from unfog.values.condition_kinds import ColumnFacts, kind_of
 from unfog.values.image_format import BYTES
 from unfog.values.kinds.image_kinds import MADE, image_columns
@@ -105,23 +104,28 @@ def load_images(
     columns = facts_of(dataset.train.columns.values())
     check_image_conditions(dataset.settings, columns)
     for one in columns:
-        say(f"  condition {sanitize(one.name)}: {_evidence(one, dataset.train.columns[one.name])}")
+        say(f"  condition {sanitize(one.name)}: {_evidence(one, dataset.train)}")
     buckets = bucket_texts(dataset.size_buckets)
     facts = ImageFacts(source.resolved, data, classes, columns, dataset.train.fingerprint, config.latents, buckets)
     to_toml(facts)  # what cannot be stored raises here, before anything is trained
     return add_latents(dataset, config.adopt(facts), facts, stop, few)
 
 
-def _evidence(facts: ColumnFacts, column: Column) -> str:
-    """Describe a condition for people: its kind, its values, and how many images are without one."""
-    kind = kind_of(facts.kind)
+def _evidence(facts: ColumnFacts, train: ImageSet) -> str:
+    """Describe a condition for people: its kind, its values, and how many training images are without one."""
+    kind, column = kind_of(facts.kind), train.columns[facts.name]
     evidence = sanitize(kind.evidence(facts))
     if facts.kind in MADE:
         return evidence
     line = f"{facts.kind}, {evidence}"
     known = kind.known(column.values)
     if missing := len(known) - int(known.sum()):
-        line += f"; not known for {missing:,} of {len(known):,} images"
+        of = f"{missing:,} of the {len(known):,} training images"
+        if facts.kind == TEXT:
+            some = sanitize(train.names[int(known.argmin())])
+            line += f"; {of} have no caption (such as {some}), and are trained on as images of any caption"
+        else:
+            line += f"; not known for {of}"
     if facts.kind == "number" and (different := len({*column.values[known].tolist()})) <= _FEW_NUMBERS:
         line += f"; {facts.name}:category takes its {different} values for names"
     return line
@@ -206,8 +210,8 @@ def _bucket_choice(config: Config) -> BucketChoice:
     factor = split_images(config.data.condition)[0].made.get("degrade", 1)
 
     def fits(height: int, width: int) -> bool:
-        if height % factor or width % factor:
-            return False
+        if height % factor or width % factor or (factor > 1 and min(height, width) < 2 * factor):
+            return False  # the small image has two pixels a side at least
         with suppress(RequestError):
             if network is not None:
                 network.check((height, width))

@@ -88,11 +88,11 @@ class SampleFolder:
             found["Settings"] = sanitize(", ".join(self.settings))
         return {title: said for title, said in found.items() if said}
 
-    def holds(self, numbers: range) -> bool:
+    def holds(self, numbers: Sequence[int]) -> bool:
         """Return True if all these samples are written. A file is whole or absent."""
         return all(self.file(number).is_file() for number in numbers)
 
-    def write(self, numbers: range, samples: Pixels) -> None:
+    def write(self, numbers: Sequence[int], samples: Pixels) -> None:
         """Write samples [n, H, W, C]; those that are there stay."""
         # With the first samples, as an error before them should leave nothing behind.
         if _digest_of(self.path) != self.digest:

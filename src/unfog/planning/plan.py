@@ -102,11 +102,15 @@ class Plan:
     def _memory_rows(self) -> list[tuple[str, str]]:
         memory, step = self.memory, self.memory.step
         largest = sorted(((count, name) for name, count in step.parts.items() if count), reverse=True)
-        parts = ", ".join(f"{name} {format_bytes(count)}" for count, name in largest)
+        told = [(format_bytes(count), name) for count, name in largest]
+        parts = ", ".join(f"{name} {count}" for count, name in told if count != format_bytes(0))
         rows = {"kept by its graph": memory.graph}
         rows |= {"sampling a preview": memory.drawing, "held-out loss": memory.measuring}
         rows |= {"checkpoint (host)": memory.snapshot, "images (host)": memory.images}
-        lines = [(f"  {name}", format_bytes(count)) for name, count in rows.items() if count]
+        # Half precision makes a step smaller, and a graph is kept beside what is evaluated.
+        beside = ", beside the graph" if memory.graph else ""
+        why = {"held-out loss": f": in fp32{beside}"} if memory.measuring > max(step.total, memory.drawing) else {}
+        lines = [(f"  {name}", format_bytes(count) + why.get(name, "")) for name, count in rows.items() if count]
         return [("  a step", f"{format_bytes(step.total)}: {parts}"), *lines]
 
     def _time_rows(self) -> list[tuple[str, str]]:

@@ -156,10 +156,15 @@ class Recorder:
         """Wall time of the run so far, over all its resumes."""
         return time.monotonic() - self._opened
 
+    @property
+    def session_seconds(self) -> float:
+        """Wall time since this process began or resumed the run."""
+        return self.seconds - self._before
+
     def describe_time(self, saving: float) -> str:
         """Return the time of this session, of which `saving` seconds went into checkpoints, and that of the run."""
         whole = self.seconds
-        text = f"{format_duration(whole - self._before)}, of which checkpoints took {saving:.1f} s"
+        text = f"{format_duration(self.session_seconds)}, of which checkpoints took {saving:.1f} s"
         return f"{text}; {format_duration(whole)} in all" if self._before else text
 
     def close(self) -> None:

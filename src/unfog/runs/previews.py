@@ -74,9 +74,9 @@ class Previews:
         stop: StopSignals,
         world: World = SINGLE_PROCESS,
         shown: ConditionsOfImages | None = None,
-        of_buckets: Sequence[ConditionsOfImages | None] = (),
+        shown_by_bucket: Sequence[ConditionsOfImages | None] = (),
     ):
-        self._shown, self._of_buckets = shown, of_buckets
+        self._shown, self._shown_by_bucket = shown, shown_by_bucket
         self._given = config.conditions.usual if shown is None else shown.given
         self.config, self.state, self.held_out, self._stop, self._world = config, state, held_out, stop, world
         self._batch = config.training.batch  # images at once; shrinks where memory does not suffice
@@ -97,11 +97,11 @@ class Previews:
         """Return the previews of a run: those of its kind, with its held-out images."""
         held_out = build_held_out_set(dataset, config, state.precision.device)
         shown = conditions_of_images(config, dataset.held_out, dataset.train)
-        of_buckets = [
+        shown_by_bucket = [
             conditions_of_images(config.at_size(part.settings.size), part.held_out, part.train)
             for part in dataset.buckets
         ]
-        return cls.of(config)(config, state, held_out, stop, world, shown, of_buckets)
+        return cls.of(config)(config, state, held_out, stop, world, shown, shown_by_bucket)
 
     def preview(self) -> Preview:
         """Return a grid of samples from the same noise each time.
@@ -115,8 +115,8 @@ class Previews:
             samples, names = self.samples(count, self._given), self.config.conditions.captions(self._given, count)
             return Preview(self._grid(self.config, samples, self._shown), view_channels(self.config, samples, names))
         grids = []
-        of_buckets = self._of_buckets or [None] * len(buckets)
-        for bucket, n, shown in zip(buckets, share_samples(buckets, count), of_buckets):
+        shown_by_bucket = self._shown_by_bucket or [None] * len(buckets)
+        for bucket, n, shown in zip(buckets, share_samples(buckets, count), shown_by_bucket):
             if n:
                 samples = self.samples(n, self._given if shown is None else shown.given, bucket.size)
                 grids.append(self._grid(self.config.at_size(bucket.size), samples, shown))

@@ -1,12 +1,13 @@
-"""Sample the subject of a request, a run or a network without one, into a folder of images."""
+"""Draw samples from a run, or from a network without one, into a folder of images."""
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from importlib.util import find_spec
-from itertools import cycle, groupby, islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +18,7 @@ from unfog.config.spec_strings import quote
 from unfog.config.validate import check_out, check_sample_size, report_dropped_levels, resolve_sampler
 from unfog.data.columns.given_table import read_given_table, save_given_table
 from unfog.data.scans.write import sample_format
-from unfog.errors import RequestError
+from unfog.errors import RequestError, install_command
 from unfog.files.seals import seal_of
 from unfog.pipeline.sample_folder import SampleFolder
 from unfog.process.machine_key import machine_key
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from unfog.inference.run import PreparedSampling, Run
     from unfog.pipeline.denoising_pictures import DenoisingStrip
     from unfog.values.condition_requests import CellNames
-    from unfog.values.image_format import ImageFormat
+    from unfog.values.image_format import ImageFormat, Size
 
 _MAX_IN_GRID = 1000  # samples; a grid of ten thousand takes more memory than generating them, and few programs open it
 
@@ -186,6 +187,8 @@ class _Part(NamedTuple):
     run: Run
     """A run that generates this size."""
     prepared: PreparedSampling
+    before: int = 0
+    """Samples of the parts before."""
 
 
 def _parts(run: Run, prepared: PreparedSampling, words: Mapping[str, object], split: bool) -> tuple[list[_Part], str]:
@@ -199,43 +202,44 @@ def _parts(run: Run, prepared: PreparedSampling, words: Mapping[str, object], sp
     generation, buckets, digest = prepared.generation, run.config.size_buckets, run.digest(prepared)
     if not (buckets and split):
         return [_Part(run, prepared)], digest
-    parts, first = [], 0
-    if sizes := sizes_of_pictures(run.config, words, generation.count):
-        wanted = [(size, len([*group])) for size, group in groupby(islice(cycle(sizes), generation.count))]
-    else:
-        wanted = [(one.size, count) for one, count in zip(buckets, share_samples(buckets, generation.count)) if count]
-    at_sizes = {size: run.at_size(size) for size, _ in wanted}
+    sizes = sizes_of_pictures(run.config, words, generation.count) or [
+        one.size for one, count in zip(buckets, share_samples(buckets, generation.count)) for _ in range(count)
+    ]
+    numbers: dict[Size, list[int]] = {}
+    for number, size in enumerate(islice(cycle(sizes), generation.count)):
+        numbers.setdefault(size, []).append(number)
+    at_sizes = {size: run.at_size(size) for size in numbers}
     given = {
         size: sized.config.conditions.parse(read_pictures(sized.config, words, generation.count))
         for size, sized in at_sizes.items()
         if image_columns(sized.config.columns)  # hidden ones too have the size of the bucket
     }
-    for size, count in wanted:
-        own = replace(generation, first=first, count=count, given=given.get(size, generation.given))
-        parts.append(_Part(at_sizes[size], prepared._replace(generation=own)))
-        first += count
+    parts, before = [], 0
+    for size, own in numbers.items():
+        part = replace(generation, numbers=(*own,), count=len(own), given=given.get(size, generation.given))
+        parts.append(_Part(at_sizes[size], prepared._replace(generation=part), before))
+        before += len(own)
     if given:  # read at another size, a picture shows more
         digest = hashlib.sha256(f"{digest} {[*given.values()]}".encode()).hexdigest()
-    shares = [(part.run.config.data.size, part.prepared.generation.count) for part in parts]
-    return parts, hashlib.sha256(f"{digest} {shares}".encode()).hexdigest()
+    return parts, hashlib.sha256(f"{digest} {numbers}".encode()).hexdigest()
 
 
 def _draw(part: _Part, folder: SampleFolder, observe: Observe | None) -> None:
     """Generate and write the samples that are missing, batch by batch."""
     run, generation = part.run, part.prepared.generation
-    numbers = range(generation.first, generation.first + generation.count)
+    numbers = generation.indices
     title = f"sampling from step {run.step:,}" if run.step else "sampling"
 
-    def skip(numbers: range) -> bool:
+    def skip(numbers: Sequence[int]) -> bool:
         # A strip or an animation is of the first batch, which is drawn again for it even if its files are there.
-        observed = observe is not None and numbers.start == 0
+        observed = observe is not None and numbers[0] == 0
         return not observed and folder.holds(numbers)
 
-    start = next((number for number in numbers if not folder.holds(range(number, number + 1))), numbers.start)
-    with Progress(title, folder.count, start) as progress:
+    held = next((place for place, number in enumerate(numbers) if not folder.holds([number])), 0)
+    with Progress(title, folder.count, part.before + held) as progress:
         for done, samples in run.draw(part.prepared, observe, skip):
             folder.write(done, samples)
-            progress.update(done.stop)
+            progress.update(part.before + bisect(numbers, done[-1]))
     if generation.sampler.kind == "adaptive" and run.calls:
         say(f"  adaptive took up to {run.calls} network calls")
 
@@ -294,7 +298,7 @@ def write_grid(
 def check_animation(file: Path) -> None:
     """Raise RequestError unless an animation can be written to this file."""
     if file.suffix == ".mp4" and not find_spec("imageio_ffmpeg"):
-        raise RequestError("an MP4 needs imageio-ffmpeg: pip install 'unfog[video]'; or animate as .gif or .webp")
+        raise RequestError(f"an MP4 needs imageio-ffmpeg: {install_command('video')}; or animate as .gif or .webp")
     if file.exists() or file.is_symlink():
         raise RequestError(f"{quote(str(file))} exists; give another --animate")
     if not file.parent.is_dir():

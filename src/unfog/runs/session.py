@@ -254,10 +254,9 @@ class Session(StoppableHooks):
         self._end(False, f"{type(error).__name__}: {reason}")
 
     def _report(self, done: bool) -> None:
-        say(
-            f"{'finished' if done else 'stopped'} at step {self.step:,} after "
-            f"{self.recorder.describe_time(self.saver.stall_seconds)}"
-        )
+        took = self.recorder.describe_time(self.saver.stall_seconds)
+        start = self.budget.describe_start(self.recorder.session_seconds) if self.budget is not None else ""
+        say(f"{'finished' if done else 'stopped'} at step {self.step:,} after {took}{start}")
         try:  # the run is saved, so a report that fails must not make it one that failed
             write_report(self.context.folder.path)
         except OSError as error:

@@ -24,7 +24,7 @@ _TOLERANCE = 0.01  # share of the budget by which the end may move without a new
 _TOLERANCE_LEFT = 0.05  # the same as a share of what is left, as the pace is no more certain than that
 _TRUST = 0.05  # share of the budget that the schedule of one plan may be ahead of the time
 _NOTABLE, _NOTABLE_SHARE = 2.0, 0.002  # seconds, and share of the budget, from which on a pause is said
-_LONG_START = 0.75  # share of the budget from which on the time of the start is warned of
+_LONG_START, _SAID_START = 0.75, 0.1  # share of the budget from which on the time of the start is warned of, or said
 _AIM, _MOST = 0.08, 0.1  # share of previews, evaluation and checkpoints; the end may take what is between the two
 _LEISURE = 0.7  # of the aim: only below it they come more often again, or it would go up and down
 STRETCHES = tuple(2**k for k in range(11))
@@ -75,6 +75,11 @@ class TimeBudget:
         self._suspended_before = suspended()
         self._due_position = math.nan  # share of the schedule that the time so far is worth
         self._active_before = 0.0  # time of that, without pauses
+
+    def describe_start(self, recorded: float) -> str:
+        """Describe the time before the last `recorded` seconds; "" if it is little of the budget."""
+        spent = self._clock() - self._began - recorded
+        return f"; starting up took {format_duration(spent)}" if spent > _SAID_START * self.seconds else ""
 
     @property
     def step_seconds(self) -> float:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from unfog.config.requests.runs import ServeRequest
 from unfog.config.spec_strings import quote
 from unfog.custom import consent
-from unfog.errors import RequestError
+from unfog.errors import RequestError, install_command
 from unfog.reporting.progress import print_result, say
 from unfog.serve.address import LOOPBACK, Address, folder_key, listen, open_page
 
@@ -24,7 +24,7 @@ def main(request: ServeRequest) -> int:
     """Serve the page until Ctrl-C, and return the exit status."""
     for package in ("orjson", "starlette", "uvicorn"):
         if find_spec(package) is None:
-            raise RequestError(f"unfog serve needs {package}: pip install 'unfog[serve]'")
+            raise RequestError(f"unfog serve needs {package}: {install_command('serve')}")
     _check_folder(request.runs)
     _check_sources(request.source)
     # Before anything is imported, so that a port in use is said at once and the address can be printed.

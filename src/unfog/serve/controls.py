@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 from unfog.cli.read_request import read_request
 from unfog.config.describe import Description, describe
+from unfog.config.explain import words_for
 from unfog.config.presets import preset
 from unfog.config.requests.train import ResumeRequest, TrainRequest
 from unfog.config.schema import Config
@@ -73,7 +74,7 @@ class SourceList:
 
     def texts(self) -> dict[int, str]:
         """Return SOURCE by number. Sources that are code, or could be taken for a flag, are left out."""
-        found = [_BUILT_IN, *self._server.given_sources]
+        found = [*self._server.given_sources, _BUILT_IN]  # the page selects the first
         for run in self._server.runs:
             source = read_source(run.path)
             # A run of a stranger may name code or a flag as its source, and the page must not be the way to run it.
@@ -243,6 +244,7 @@ def _field(each: Description, usual: Config, command: str) -> dict[str, Any]:
         "default": each.default(_Shown(usual)),
         "choices": list(each.choices) if each.setting != "data.labels" else list(LABELS),
         "help": each.text,
+        "words": words_for(each.setting),
         "group": section if dot else "",
         # Of a resume, only what people may change freely: the rest needs --force, and a reason.
         "common": each.rules.common and (command == "train" or each.rules.resume == "free"),

@@ -175,12 +175,12 @@ def _check_weights(
 
 def _check_losses(
     record: RunRecord, weights: _Weights, prepared: Dataset, skipped: list[str]
-) -> tuple[list[Finding], float, float]:
+) -> tuple[list[Finding], float | None, float | None]:
     """Check losses with fixed noise.
 
     Returns:
         The findings; and the loss on training images relative to that of predicting 0, and relative to that of the
-        best prediction from each pixel alone.
+        best prediction from each pixel alone. None if a loss is not finite.
     """
     config, images = weights.config, prepared.of_one_size.as_network_input
     see = without_augmentation(config)

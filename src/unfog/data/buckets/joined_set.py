@@ -84,13 +84,20 @@ class BucketValues:
     def __len__(self) -> int:
         return self.shape[0]
 
+    @property
+    def parts(self) -> list[NDArray[Any]]:
+        """The values of each set at its own size, [N, C, H, W]."""
+        return [np.asarray(one.values) for one in self._columns]
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         return self[:].astype(dtype or self.dtype, copy=False)
 
     def __getitem__(self, key: Any) -> NDArray[Any]:
         """Return the values that an index of an array selects."""
         if isinstance(key, tuple):
-            return self[key[0]][:, *key[1:]]
+            # An integer in place of rows leaves their axis out, as in an array.
+            own = self[key[0]]
+            return own[key[1:]] if own.ndim < len(self.shape) else own[:, *key[1:]]
         rows = np.asarray(np.arange(len(self))[key])
         if not rows.ndim:
             one: NDArray[Any] = self[rows[None]][0]

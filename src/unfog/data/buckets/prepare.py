@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,6 +28,7 @@ from unfog.text import sanitize
 from unfog.values.buckets import Bucket
 from unfog.values.columns import Column, of_labels
 from unfog.values.image_format import Size
+from unfog.values.kinds.image_kinds import IMAGE_KINDS
 
 _UNREADABLE = 1  # side of images where no head can be read
 
@@ -92,7 +93,8 @@ def prepare_buckets(
         parts = preparation.parts(plan, own)
     dataset = _join(scan, parts)
     resolved = replace(dataset.settings, cache=settings.cache, condition=settings.condition)
-    return replace(dataset, settings=resolved, placement=why, warnings=scan.warnings)
+    warnings = (*scan.warnings, *_unusable_lines(scan, parts))
+    return replace(dataset, settings=resolved, placement=why, warnings=warnings)
 
 
 def _refuse(source: Source) -> None:
@@ -205,6 +207,23 @@ def _with_column(images: ImageSet, column: Column) -> ImageSet:
     if images.columns[column.name] is column:
         return images
     return replace(images, columns={**images.columns, column.name: column}, known_fingerprint=images.fingerprint)
+
+
+def _unusable_lines(scan: Scan, parts: Sequence[Dataset]) -> Iterator[str]:
+    """Yield a line for each condition with images of a second source that cannot be used, of all buckets together."""
+    for one in scan.second:
+        alone = {scan.source.names[i] for i in np.flatnonzero(one.partner < 0).tolist()}
+        paired = [
+            (name, known)
+            for images in (each for part in parts for each in (part.train, part.held_out))
+            for name, known in zip(images.names, IMAGE_KINDS[one.kind].known(images.columns[one.name].values).tolist())
+            if name not in alone
+        ]
+        if lost := [name for name, known in paired if not known]:
+            yield (
+                f"condition {one.name}: {len(lost):,} of {len(paired):,} images cannot be used, such as that of "
+                f"{sanitize(lost[0])}; unknown for these"
+            )
 
 
 def _join(scan: Scan, parts: Sequence[Dataset]) -> Dataset:

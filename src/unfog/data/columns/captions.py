@@ -36,7 +36,7 @@ _NAMED = 3  # images of each peculiarity
 
 @dataclass
 class _Findings:
-    """How many images have captions with each peculiarity, and the names of the first of them."""
+    """Counts of the images whose captions have each peculiarity, and the names of the first of them."""
 
     counts: Counter[str] = field(default_factory=Counter)
     named: dict[str, list[str]] = field(default_factory=dict)
@@ -79,10 +79,6 @@ def caption_column(
         RequestError: no image has a caption, or all have the same.
     """
     findings = _Findings()
-    if any(isinstance(cell, bytes | ImageError) for cell in cells):
-        for cell, image in zip(cells, names):
-            if cell is None:
-                findings.add("without a text file", image)
     texts = [_captions(cell, image, findings) for cell, image in zip(cells, names)]
     rows = training().tolist()
     learned = [text for i in rows for text in texts[i]]

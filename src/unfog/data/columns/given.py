@@ -5,19 +5,23 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from unfog.data.columns.image_setting import SECOND_KINDS
 from unfog.data.settings import parse_condition
 from unfog.data.sources.image_objects import as_array, is_array
 from unfog.data.sources.label_tables import FILE_COLUMNS
 from unfog.data.sources.stored_images import plain_value, plain_values
 from unfog.errors import RequestError
 from unfog.files.cache_folder import cache_folder, hold
-from unfog.files.safe_files import write_atomic
+from unfog.files.safe_files import replace_file
+from unfog.text import sanitize
 
 
 def columns_by_name(conditions: Any) -> dict[str, Any]:
@@ -36,34 +40,75 @@ def store_images(columns: Mapping[str, Any], named: str) -> tuple[dict[str, Any]
     """Write conditions that are images, [N, H, W] or [N, H, W, C], as arrays into the cache.
 
     `named` is `data.condition` as it was given; "" for all columns. Returns the other columns, and `data.condition`
-    that names them and the arrays. Booleans are masks of 0 and 1. RequestError if the cache cannot be written.
+    that names them and the arrays. Images that it does not name are left out. Booleans are masks of 0 and 1.
+    RequestError if `named` gives such a column another source or a kind that images do not have, or the cache cannot
+    be written or has a comma in its path.
     """
     others, words = dict(columns), named.split(",") if named else [*columns]
     for name, values in columns.items():
         array = as_array(values) if is_array(values) else None
         if array is None or array.ndim not in (3, 4) or array.dtype.kind not in "buif":
             continue
-        boolean = array.dtype == np.bool_
-        own = next((word for word in words if word.partition(":")[0].strip() == name), name)
-        kind = own.partition(":")[2] or "mask" * boolean
-        content = io.BytesIO()
-        np.save(content, array.astype(np.uint8) if boolean else array, allow_pickle=False)
-        path = _stored(content.getvalue(), "condition", "npy")
-        words = [*(word for word in words if word != own), f"{name}={path}" + f":{kind}" * bool(kind)]
         del others[name]
+        if (own := next((word for word in words if re.split("[:=]", word)[0].strip() == name), None)) is None:
+            continue
+        kind = _kind_of(own) or "mask" * (array.dtype == np.bool_)
+        path = _stored_array(array)
+        words = [*(word for word in words if word != own), f"{name}={path}" + f":{kind}" * bool(kind)]
     return others, ",".join(words)
 
 
-def _stored(content: bytes, what: str, suffix: str) -> Path:
-    """Write a file of the cache that is named by its content, and return it. RequestError if it cannot be written."""
-    folder = cache_folder()
-    path = folder / f"{what}-{hashlib.sha256(content).hexdigest()[:32]}.{suffix}"
+def _kind_of(word: str) -> str:
+    """Return the kind in NAME or NAME:KIND of images; "" without one. RequestError if it is another kind or text."""
+    kind = word.partition(":")[2].strip()
+    if "=" in word:
+        raise RequestError(f"condition = {word.strip()} has a source, and conditions has images too; give one of them")
+    if kind and kind not in SECOND_KINDS:
+        raise RequestError(f"condition = {word.strip()}: these are images, of kind {' or '.join(SECOND_KINDS)}")
+    return kind
+
+
+def _stored_array(array: NDArray[Any]) -> Path:
+    """Write an array into the cache, booleans as bytes, and return its file. RequestError if that cannot be named."""
+    if "," in (folder := str(cache_folder())):
+        raise RequestError(
+            f"the path of the cache, {sanitize(folder)}, has a comma, which separates conditions; set "
+            "UNFOG_CACHE to another folder"
+        )
+    plain = array.view(np.uint8) if array.dtype == np.bool_ else array  # without a copy, as it may have gigabytes
+    return _stored(lambda file: np.save(file, plain, allow_pickle=False), "condition", "npy")
+
+
+class _DigestFile(io.RawIOBase):
+    """File that keeps the SHA-256 of what is written to it, and nothing else."""
+
+    def __init__(self) -> None:
+        self.digest = hashlib.sha256()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        self.digest.update(data)
+        return len(data)
+
+
+def _stored(save: Callable[[Any], object], what: str, suffix: str) -> Path:
+    """Write with `save` a file of the cache that is named by its content, and return it.
+
+    `save` is called twice: with a file that takes the digest, and with the file. RequestError if it cannot be written.
+    """
+    folder, named = cache_folder(), _DigestFile()
+    save(named)
+    path = folder / f"{what}-{named.digest.hexdigest()[:32]}.{suffix}"
     hold(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, content, folder, shared=True)
+        with replace_file(path, folder, shared=True) as file:
+            save(file)
     except OSError as error:
-        raise RequestError(f"{folder} cannot be written ({error.strerror}); set UNFOG_CACHE to another") from None
+        reason = error.strerror or error
+        raise RequestError(f"{folder} cannot be written ({reason}); set UNFOG_CACHE to another") from None
     return path
 
 
@@ -84,7 +129,7 @@ def store_table(columns: Mapping[str, Any], named: str) -> str:
     if not (others := list(dict.fromkeys(name for row in rows.values() for name in row))):
         raise RequestError("conditions have no value; give at least one for each file, or leave them out")
     content = "".join(json.dumps({"file_name": file, **row}) + "\n" for file, row in rows.items()).encode()
-    return f"{_stored(content, 'table', 'jsonl')}:{named or ','.join(others)}"
+    return f"{_stored(lambda file: file.write(content), 'table', 'jsonl')}:{named or ','.join(others)}"
 
 
 def _rows_by_file(columns: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -40,7 +40,7 @@ from unfog.errors import RequestError
 from unfog.text import sanitize
 from unfog.values.columns import Column
 from unfog.values.image_format import STORED, ImageFormat, Size, StoredValues, colour_channels
-from unfog.values.kinds.image_kinds import MOST_MASK_VALUES
+from unfog.values.kinds.image_kinds import IMAGE_KINDS, MOST_MASK_VALUES
 
 _SAMPLED = 64  # images that are looked at to find the kind of a second source
 _MASKS_AT_ONCE = 256  # that are read ahead
@@ -77,7 +77,7 @@ def _pair(source: Source, name: str, second: Source, kind: str, warn: Callable[[
     if 2 * found < len(partner):
         raise RequestError(
             f"{said} has an image for {found:,} of {len(partner):,} images only; pairs have the same name but for the "
-            f"extension, and there are {_some(source.names)} and {_some(second.names)}"
+            f"extension, and there are {_first_names(source.names)} and {_first_names(second.names)}"
         )
     if unused := len(second.names) - len(set(partner[partner >= 0].tolist())):
         warn(f"{said} has {unused:,} images without a partner, which are not used")
@@ -91,8 +91,8 @@ def _pair(source: Source, name: str, second: Source, kind: str, warn: Callable[[
         kind, values = _find_kind(second, partner)
         if kind == "image" and values == 1:
             warn(
-                f"{said}: those that were looked at have one value, and so are taken as pictures; if they are masks, "
-                "end the condition with :mask"
+                f"{said}: the images that were looked at have one value, so the source is taken for pictures; if they "
+                "are masks, end the condition with :mask"
             )
     return SecondSource(name, kind, second, partner)
 
@@ -102,7 +102,7 @@ def _by_place(names: Sequence[str]) -> bool:
     return all(names[i] == f"{i:08}" for i in (0, len(names) - 1))
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     return ", ".join(sanitize(names[i]) for i in range(min(2, len(names))))
 
 
@@ -246,7 +246,8 @@ def _has_deep_values(image: Image.Image | DeepImage | NDArray[Any]) -> bool:
 
 
 def _check_used(one: SecondSource, reasons: Counter[str], used: int, count: int, warn: Callable[[str], None]) -> None:
-    if reasons:
+    """Warn of images that cannot be used; RequestError if there are no others. Those of a bucket are counted later."""
+    if reasons and one.whole:
         told = ", ".join(f"{n:,} {reason}" for reason, n in reasons.most_common(3))
         said = f"condition {one.name}: {count - used:,} of {count:,} images cannot be used: {told}"
         if not used:
@@ -303,11 +304,13 @@ def _check_values(name: str, count: int) -> None:
 
 
 def unify_columns(columns: Sequence[Column]) -> list[Column]:
-    """Return a column of several parts of a set, which were decoded one by one, with what all must share.
+    """Return the columns of a second source, one for each part of a set, with the same labels or channels.
 
-    Masks get the same labels, and pictures the same channels. Other columns are unchanged. RequestError if the masks
-    of all parts together have values that a mask cannot have.
+    The parts were decoded one by one: a mask has the labels of its part, and pictures may be grey in one part alone.
+    RequestError if none of the images can be used, or all masks together have values that a mask cannot have.
     """
+    if not any(IMAGE_KINDS[one.kind].known(np.asarray(one.values)).any() for one in columns):
+        raise RequestError(f"condition {columns[0].name}: none of its images can be used; replace them")
     if columns[0].kind == "mask":
         return _with_shared_labels(columns)
     if columns[0].kind == "image":

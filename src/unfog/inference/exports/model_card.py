@@ -13,7 +13,7 @@ from unfog._version import __version__
 from unfog.config.spec_strings import format_spec
 from unfog.evaluation.metrics import MetricResult
 from unfog.files.safe_files import list_folder
-from unfog.inference.evaluation_files import Evaluation, spell_drawn
+from unfog.inference.evaluation_files import Evaluation, describe_sampling
 from unfog.inference.loaded_run import LoadedRun
 from unfog.process.machine_key import machine_key
 from unfog.process.run_folder import source_name
@@ -213,7 +213,7 @@ def _metrics_section(evaluations: Sequence[tuple[Evaluation, bool]]) -> str:
         rows = [_metric_row(metric) for metric in one.measured]
         head = ("metric", "value", "standard error", "95% interval", "real images", "n", "reference", "features")
         copies = "; ".join(f"by {found['by']}: {found['evidence']}" for found in one.copies)
-        how = sanitize(spell_drawn(one.drawn, without="reference"))
+        how = sanitize(describe_sampling(one.drawn, without="reference"))
         texts += [
             _escaped(sanitize(one.verdict)),
             _table(head, rows) if rows else "",

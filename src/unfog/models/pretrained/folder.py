@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from unfog.errors import RequestError
+from unfog.errors import RequestError, install_command
 from unfog.files.safe_files import LARGEST_TEXT, file_digest, read_file
 from unfog.text import sanitize
 
@@ -42,7 +42,7 @@ class PretrainedFolder(NamedTuple):
     def check_installed(self) -> None:
         """Raise RequestError if transformers, which loads the folder, is not installed."""
         if find_spec("transformers") is None:
-            raise RequestError(f"{self.setting} needs transformers: pip install 'unfog[text]'")
+            raise RequestError(f"{self.setting} needs transformers: {install_command('text')}")
 
     def config(self, kinds: Collection[str]) -> tuple[str, dict[str, Any]]:
         """Return the type of the model, and its configuration. RequestError if the type is not one of `kinds`."""
@@ -106,7 +106,7 @@ class PretrainedFolder(NamedTuple):
             tokenizer = transformers.AutoTokenizer.from_pretrained(self.path, **safely)
         except Exception as error:  # of a stranger's files; the library raises many kinds
             if isinstance(error, ImportError) and "SentencePiece" in str(error):
-                raise RequestError(f"{self.setting} needs sentencepiece: pip install 'unfog[text]'") from error
+                raise RequestError(f"{self.setting} needs sentencepiece: {install_command('text')}") from error
             reason = " ".join(str(error).split())[:200]
             raise self.refused(f"transformers cannot load it ({type(error).__name__}: {reason})") from error
         finally:

@@ -111,7 +111,7 @@ class Form extends View {
 
 	render() {
 		if (!this.fields) return html`<p class="soft">${this.failed || "Reading the settings …"}</p>`;
-		const fits = finder(this.find), found = (f) => f.name in this.given || (this.find.trim() && fits(`${f.name} ${f.flag} ${f.help}`));
+		const fits = finder(this.find), found = (f) => f.name in this.given || (this.find.trim() && fits(`${f.name} ${f.flag} ${f.help} ${f.words}`));
 		const common = this.fields.filter((f) => f.common), rest = this.fields.filter((f) => !f.common && found(f));
 		return html`<form @submit=${(e) => { e.preventDefault(); this.send(this.path); }}>
 			<div class="fields">${common.map((f) => this.field(f))}</div>

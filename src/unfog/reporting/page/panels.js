@@ -149,3 +149,14 @@ export function marksOf(events) {
 	const regular = /^(choice|data|preview|evaluated|measured|checkpoint|length)$/;
 	return events.filter((event) => event.step !== null && !regular.test(event.kind)).map((event) => ({...event, kind: event.kind.replaceAll("_", " ")}));
 }
+
+// Events with a trouble; of warnings that differ in their figures alone, the latest.
+export function troublesOf(events) {
+	const found = new Map();
+	for (const one of events.filter((event) => event.trouble)) {
+		const key = one.kind === "warning" ? one.cause.replace(/\d[\d.,]*/g, "") : one;
+		found.delete(key);
+		found.set(key, one);
+	}
+	return [...found.values()];
+}

@@ -3,7 +3,7 @@
 import {html} from "./vendor/lit.js";
 import {View, alive, announce, bytes, command, count, duration, finder, number, scroller, state, table, text} from "./util.js";
 import {smooth} from "./curves.js";
-import {marksOf} from "./panels.js";
+import {marksOf, troublesOf} from "./panels.js";
 
 class Run extends View {
 	static properties = ["data", "run", "detail", "events", "version", "failed", "find", "resuming"];
@@ -43,7 +43,7 @@ class Run extends View {
 	render() {
 		const run = this.detail;
 		if (!run) return html`<p class="empty" role="status">${this.failed ? `This run cannot be shown: ${this.failed}.` : "Reading the run …"}</p>`;
-		const troubles = this.events.filter((event) => event.trouble).slice(-20), {status} = run, marks = marksOf(this.events);
+		const troubles = troublesOf(this.events).slice(-20), {status} = run, marks = marksOf(this.events);
 		const sources = [{label: run.name, steps: run.previews, url: (step) => this.data.picture(this.run, "preview", step), channels: run.channels, sheet: (step) => this.data.channels(this.run, step)}];
 		return html`<header class="run-head"><h1>${run.name}</h1><p class="line">${state(status.state)} <span class="soft">${status.detail}</span>
 				${status.steps ? html`<progress max=${status.steps} value=${status.step} aria-label="Progress"></progress> ${count(status.step)} of ${count(status.steps)} steps` : ""}
@@ -155,7 +155,7 @@ class Run extends View {
 		const most = Math.max(1, ...Object.values(classes));
 		return html`<table class="pairs">${Object.entries(fields).map(([key, value]) => html`<tr><th scope="row">${key.replaceAll("_", " ")}</th><td>${text(value)}</td></tr>`)}</table>
 			${Object.keys(classes).length ? html`<details open><summary>${count(Object.keys(classes).length)} classes</summary><ul class="classes">${Object.entries(classes).slice(0, 200).map(([name, n]) => html`<li><span>${name}</span> <meter max=${most} value=${n} aria-label="images of ${name}"></meter> ${count(n)}</li>`)}</ul></details>` : ""}
-			${skipped_count ? html`<details><summary>${count(skipped_count)} files left out</summary><ul>${skipped.map((one) => html`<li>${one}</li>`)}</ul></details>` : ""}`;
+			${skipped_count ? html`<details><summary>${count(skipped_count)} ${skipped_count === 1 ? "file" : "files"} left out</summary><ul>${skipped.map((one) => html`<li>${one}</li>`)}</ul></details>` : ""}`;
 	}
 
 	settings(run) {

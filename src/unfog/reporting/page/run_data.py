@@ -105,7 +105,10 @@ def read_data_report(folder: Path, events: Sequence[Row]) -> dict[str, Any]:
             ]
             named = [f"{plain_text(one.get('name'))}: {plain_text(one.get('reason'))}"[:_LONGEST] for one in skipped]
             leave = ("files", "class_counts", "known_counts", "read", "unlisted")
+            if isinstance(columns := stored.get("columns"), dict):
+                stored["columns"] = list(columns)  # their digests tell people nothing
             rest = {key: plain_text(value)[:_LONGEST] for key, value in stored.items() if key not in leave}
+            rest = {key: text for key, text in rest.items() if text and (key, text) != ("unused_pages", "0")}
             return {"fields": rest, "classes": classes, "skipped": named[:100], "skipped_count": len(named)}
     rows = [event for event in events if event.get("kind") == "data"]
     fields = {

@@ -126,14 +126,22 @@ class SecondImageKind(ImageKind):
         return len(ends) == 2 * count and not facts.categories and all(a < b for a, b in zip(ends, ends[count:]))
 
     def facts(self, column: Column) -> ColumnFacts:
-        """Return the shape, and the least and largest value of each channel; those of bytes are 0 and 255."""
+        """Return the shape, and the least and largest value of each channel; those of bytes are 0 and 255.
+
+        Of a set with buckets they are those of its images as they are in the buckets: scaled to one size, images have
+        less extreme values.
+        """
         import numpy as np
 
         values = column.values
         channels = values.shape[1]
         low, high = np.zeros(channels), np.full(channels, 255.0)
         if values.dtype.kind == "f":
-            low, high = (np.array(ends(values, (0, 2, 3)), np.float64) for ends in (np.nanmin, np.nanmax))
+            parts = [part for part in getattr(values, "parts", [values]) if len(part)]
+            low, high = (
+                end.reduce([end.reduce(part, (0, 2, 3)) for part in parts]).astype(np.float64)  # without NaN
+                for end in (np.fmin, np.fmax)
+            )
         high = np.where(high > low, high, low + 1)
         return ColumnFacts(column.name, column.kind, (), tuple(map(float, [*values.shape[1:], *low, *high])))
 
