@@ -155,7 +155,7 @@ class ConditionKind:
         return f"{value}"
 
     def captions(self, facts: ColumnFacts, values: Sequence[Any]) -> list[str]:
-        """Return values as short texts for captions; "" for one that is not known."""
+        """Return values as short texts for captions; "" if one is not known."""
         return [self.show(facts, value) for value in values]
 
     def cell(self, facts: ColumnFacts, value: Any) -> str:

@@ -73,7 +73,7 @@ def read_given_table(path: Path, format: ConditionFormat) -> GivenTable:
 def save_given_table(folder: Path, format: ConditionFormat, given: Given, files: Sequence[str]) -> None:
     """Write the conditions of samples as a table that `read_given_table` reads. Nothing without conditions.
 
-    Each of `files` has a row. Conditions that are images, and those that are hidden from all samples, have no column.
+    Each of `files` has a row. Conditions that are images, and those of which no sample has a value, have no column.
     """
     columns = dict[str, list[str]]()
     for facts in format.facts:
