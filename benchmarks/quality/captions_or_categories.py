@@ -147,6 +147,8 @@ def main() -> None:
         for way in others:
             one, other = ([values[i] for values in found[each]] for each in (first, way))
             apart = [a - b for a, b in zip(one, other, strict=True)]
+            if any(map(math.isnan, apart)):  # one of the ways does not have it
+                continue
             half = T[len(apart) - 2] * statistics.stdev(apart) / math.sqrt(len(apart))
             mean = statistics.mean(apart)
             print(

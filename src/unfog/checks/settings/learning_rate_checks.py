@@ -36,7 +36,7 @@ def check_optimization(config: Config, images: int, parameters: int) -> list[Fin
 
 
 def describe_high_rate(config: Config, parameters: int) -> str:
-    """Return how far the learning rate is above the usual, for a step that was not finite; "" if it is not far above."""
+    """Return how far the learning rate is above the usual one, as the reason of a bad step; "" if it is not far."""
     method, network, lr = config.optimizer.method, config.network, config.optimizer.lr
     if network is None or isinstance(method, Custom):
         return ""
