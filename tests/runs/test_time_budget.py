@@ -472,6 +472,9 @@ class Script:
     def describe(self, plan):
         return "by script"
 
+    def describe_start(self, recorded):
+        return ""
+
 
 def weights(run, step):
     folder = run / "checkpoints" / f"{step:08}"

@@ -75,7 +75,7 @@ def test_prompts_are_parsed_and_named():
     assert kind.show(facts, kind.usual(facts)[0]) == ""
     assert kind.concern(facts, value) == ""
     assert "'xyzzy'" in kind.concern(facts, kind.parse(facts, "xyzzy"))
-    with pytest.raises(RequestError, match="8 of this run"):
+    with pytest.raises(RequestError, match="9 tokens is longer than the 8 tokens of this run"):
         kind.parse(facts, "a red heart " * 3)
     with pytest.raises(RequestError, match="must be a text"):
         kind.parse(facts, 5)
