@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import difflib
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -83,6 +84,14 @@ def format_bytes(count: float) -> str:
     if count >= 1e9:
         return f"{count / 1e9:,.1f} GB"
     return f"{count / 1e6:,.0f} MB" if count >= 1e7 else f"{count / 1e6:,.1f} MB"
+
+
+def quote_words(words: Iterable[str]) -> str:
+    """Return words as one command, in double quotes where they suffice, which all shells read."""
+    return " ".join(
+        f'"{word}"' if re.search(r"\s", word) and not re.search(r'["$`!\\]', word) else shlex.quote(word)
+        for word in words
+    )
 
 
 def encoding_of_mark(content: bytes) -> str:

@@ -378,7 +378,7 @@ def test_what_is_said(refused, words, said):
 
 def test_values_of_a_flag_given_twice_are_quoted_in_the_remedy(refused):
     said = refused("sample", "run", "--prompt", "a red cat", "--prompt", "a fish")
-    assert "give all values after one flag: --prompt 'a red cat' 'a fish'" in said
+    assert 'give all values after one flag: --prompt "a red cat" "a fish"' in said
 
 
 @pytest.mark.slow

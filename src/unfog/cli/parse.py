@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from functools import cache
@@ -26,6 +25,7 @@ from unfog.config.spec_strings import (
 )
 from unfog.errors import RequestError
 from unfog.settings import AUTO, NO_AUTO
+from unfog.text import quote_words
 
 # Names of other trainers, for the message about an unknown flag; `aliases.USUAL` has those of settings.
 _ELSEWHERE = {"gpus": "gpus-per-node", **dict.fromkeys(OUT, "out")}
@@ -98,7 +98,7 @@ class ParsedArgs:
             first, second = (" ".join([name, *said]) for name, said in (before, (spelled, words)))
             remedy = "give one of them"
             if flag.counts()[1] is None and flag.joins([*before[1], *words]):
-                remedy = f"give all values after one flag: {shlex.join([spelled, *before[1], *words])}"
+                remedy = f"give all values after one flag: {quote_words([spelled, *before[1], *words])}"
             raise RequestError(f"{spelled} is given twice: {quote(first)} and {quote(second)}; {remedy}")
         table = self.table
         for name in flag.path[:-1]:

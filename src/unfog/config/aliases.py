@@ -287,8 +287,8 @@ _NORM = Advice("metrics.jsonl and the page have gradient_norm, before clipping",
 _JITTER = Advice("give --data.jitter 0.1", ("data.jitter",))
 _LARGER = Advice("give --size 128; unfog plan SOURCE --size 128 predicts memory and time", ("data.size",))
 _BACKGROUND = Advice(
-    "transparent parts get the colour of --data.background; --data.channels 4 keeps transparency as a channel",
-    ("data.background", "data.channels"),
+    "transparent parts get the colour of --data.background: pictures are read in RGB",
+    ("data.background",),
 )
 _PAGE = Advice("unfog serve RUNS opens the page; Draw on it draws from a run, shows every step, paints and compares")
 _SYSTEM = Advice("unfog docs install says how to install on Windows, macOS and Linux; unfog doctor --gpu tests the GPU")
@@ -323,7 +323,7 @@ ADVICE = {
     **dict.fromkeys(("min_snr", "min_snr_gamma", "snr_gamma"), _MIN_SNR),
     **dict.fromkeys(("fid", "kid", "calculate_fid", "num_fid_samples"), _FID),
     **dict.fromkeys((*EPOCHS, "epoch"), _EPOCHS),
-    **dict.fromkeys(("nan", "inf", "not_finite", "loss_spikes", "spikes", "diverges"), _NAN),
+    **dict.fromkeys(("nan", "inf", "not_finite", "spike", "spikes", "diverges", "explodes", "exploding"), _NAN),
     **dict.fromkeys(("exploding_gradients", "gradient_explosion"), _NAN),
     **dict.fromkeys(
         ("resume", "resume_from", "resume_from_checkpoint", "scaler_state_dict", "checkpoint_latest"), _RESUME
@@ -439,7 +439,7 @@ ADVICE = {
     **dict.fromkeys(("transparent", "transparency"), _BACKGROUND),
     **dict.fromkeys(("windows", "mac", "macos"), _SYSTEM),
     "gradient_norm": _NORM,
-    "bigger_pictures": _LARGER,
+    **dict.fromkeys(("bigger_pictures", "larger_images"), _LARGER),
     "playground": _PAGE,
     "copyright": _RIGHTS,
     "overfitting": _OVERFITTING,
@@ -457,7 +457,7 @@ def advice_within(phrase: str) -> Advice | None:
     """Return the advice on the longest known words in a phrase, such as "NaN loss" or "T=1000"; None without one."""
     words = re.findall(r"[a-z0-9/+]+", phrase.lower().replace("_", " "))[:12]
     parts = [words[i:j] for i in range(len(words)) for j in range(i + 1, len(words) + 1)]
-    parts.sort(key=len, reverse=True)
+    parts.sort(key=lambda part: (len(part), part != ["loss"]), reverse=True)  # "loss" says least of what is wrong
     return next((ADVICE[key] for part in parts if (key := "_".join(part)) in ADVICE), None)
 
 

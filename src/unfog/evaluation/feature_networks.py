@@ -108,7 +108,7 @@ def load_inception(device: torch.device) -> _TorchScriptNetwork:
     if not path.is_file():
         raise RequestError(
             f"features = inception needs {path}, which is not there; put {INCEPTION_FILE} there, name it by "
-            f"UNFOG_INCEPTION, or use --features texture; {manual('docs/metrics.md')} has the three lines that fetch it"
+            f"UNFOG_INCEPTION, or use --features texture; {manual('docs/metrics.md')} has the lines that fetch it"
         )
     content = _read(path, _LARGEST_INCEPTION)
     if (found := hashlib.sha256(content).hexdigest()) != _INCEPTION_SHA256:

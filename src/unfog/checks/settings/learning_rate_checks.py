@@ -74,7 +74,7 @@ def _check_learning_rate(config: Config, parameters: int) -> Finding:
     return Finding.graded(
         "settings.lr",
         f"lr {peak:.2g} for {parameters / 1e6:.2f}M parameters and batches of {batch}, where {rules}",
-        (above >= _HOPELESS, "fatal", "; at this multiple a run stays finite but hardly learns", remedy),
+        (above >= _HOPELESS, "fatal", "; at this multiple a run hardly learns, or its loss becomes NaN", remedy),
         (above >= _FAR_TOO_HIGH, "warning", "; the loss may jump and samples get worse", search),
         (above > _HIGH, "hint", "; only short runs of small networks may tolerate it", search),
         (below < _NEARLY_ZERO, "fatal", "; the weights will hardly change", remedy),

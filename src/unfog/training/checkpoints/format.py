@@ -295,9 +295,13 @@ def find_checkpoint(
     if wanted is None and (unreadable := next((one for one in broken if one.unreadable), None)):
         raise RunError(str(unreadable))
     if wanted is None:
+        if which == "best":
+            raise RequestError(
+                "no checkpoint has a held-out loss, as sets of fewer than 100 images hold nothing out by themselves; "
+                "omit --best, and the newest is taken"
+            )
         steps = ", ".join(str(saved.step) for saved in found) or "none"
-        what = "that was measured" if which == "best" else f"of step {which}"
-        raise RequestError(f"there is no checkpoint {what}; there is {steps}")
+        raise RequestError(f"there is no checkpoint of step {which}; there is {steps}")
     # Rotation keeps it until there is a better one, but untrained weights draw noise.
     if which == "best" and wanted.step == 0 and not any(saved.step and saved.value is not None for saved in found):
         raise RequestError(
