@@ -164,7 +164,7 @@ def _check_weights(
         findings, relative, pixelwise = _check_losses(record, weights, prepared, skipped)
         if samples > 0:
             # While next to nothing is learned, remedies for colours or contrast of samples would mislead.
-            unready = "train longer first" if pixelwise is not None and pixelwise > 0.9 else ""
+            unready = "train longer first" if pixelwise is None or pixelwise > 0.9 else ""
             if weights.step < 0.2 * record.steps:
                 unready = "continue training; it is too early to tell"
             findings += _check_samples(record, weights, prepared, samples, unready, skipped)
