@@ -15,7 +15,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 _PICTURE = re.compile(r"!\[([^\]]*)\]\((?!https?://)([^)]*)\)")
 _CAPTION = re.compile(r"!\[[^\]]*\]\((?!https?://)[^)]*\)\n\n\*[^*]*\*\n\n")
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?://)([^)]*)\)")
-# Who reads the description there installs from there.
+# Readers of the index install from it, not from a checkout.
 _FROM_CHECKOUT = re.compile(r" Unfog is not on PyPI yet: [^\n]+")
 
 
@@ -37,9 +37,7 @@ class Description(MetadataHookInterface):
     """Hook that hatchling calls as it builds the package."""
 
     def update(self, metadata: dict[str, Any]) -> None:
-        root = Path(self.root)
-        found = re.search(r'^__version__ = "(.+?)"', (root / "src/unfog/_version.py").read_text("utf-8"), re.MULTILINE)
-        assert found, "src/unfog/_version.py has no __version__"
         source = metadata.get("urls", {}).get("Source")
-        text = description((root / "README.md").read_text("utf-8"), source and source.rstrip("/"), found[1])
+        readme = (Path(self.root) / "README.md").read_text("utf-8")
+        text = description(readme, source and source.rstrip("/"), metadata["version"])
         metadata["readme"] = {"content-type": "text/markdown", "text": text}

@@ -49,20 +49,25 @@ def written(name: str, urls: dict[str, str]) -> str:
     before, templates = LINES[name]
     had = tuple(template.partition("{")[0] for template in templates)
     lines = [line for line in (ROOT / name).read_text("utf-8").splitlines() if not line.startswith(had)]
-    at = next(i for i, line in enumerate([*lines, ""]) if line.startswith(before) and (before or i == len(lines)))
+    at = next(i for i, line in enumerate(lines) if line.startswith(before)) if before else len(lines)
     lines[at:at] = [template.format(**urls) for template in templates] if urls else []
     return "\n".join(lines) + "\n"
 
 
-def main(words: list[str]) -> int:
-    """Write the files, or only name those that are not current. Return the exit status."""
+def outdated() -> dict[str, str]:
+    """Return the new text of each file that does not have the addresses of [project.urls]."""
     urls = addresses()
     texts = {name: written(name, urls) for name in LINES}
-    changed = [name for name, text in texts.items() if text != (ROOT / name).read_text("utf-8")]
-    for name in changed:
+    return {name: text for name, text in texts.items() if text != (ROOT / name).read_text("utf-8")}
+
+
+def main(words: list[str]) -> int:
+    """Write the files, or only name those that are not current. Return the exit status."""
+    changed = outdated()
+    for name, text in changed.items():
         print(f"{name} {'does not have the addresses of [project.urls]' if '--check' in words else 'written'}")
         if "--check" not in words:
-            (ROOT / name).write_text(texts[name], "utf-8")
+            (ROOT / name).write_text(text, "utf-8")
     return int(bool(changed) and "--check" in words)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from addresses import LINES, addresses, written
+from addresses import addresses, outdated
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST, EMPTY = ROOT / "dist", ROOT / "build" / "empty"
@@ -48,11 +48,9 @@ def problems(number: str, upload: bool) -> list[str]:
     dated = re.search(rf"^## {re.escape(number)} \((\d{{4}}-\d\d-\d\d)\)$", changelog(), re.MULTILINE)
     if (released and released[1]) != (dated and dated[1]):
         found.append("CITATION.cff and CHANGELOG.md have different dates of the release, or one of them has none")
-    urls = addresses()
-    stale = [name for name in LINES if written(name, urls) != (ROOT / name).read_text("utf-8")]
-    found += [f"{name} does not have the addresses of [project.urls]: run scripts/addresses.py" for name in stale]
+    found += [f"{name} does not have the addresses of [project.urls]: run scripts/addresses.py" for name in outdated()]
     if upload:
-        if not urls:
+        if not addresses():
             found.append("pyproject.toml has no [project.urls], so links of the README are plain text")
         if output("git", "status", "--porcelain"):
             found.append("the working tree has changes")

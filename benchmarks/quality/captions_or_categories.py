@@ -9,9 +9,9 @@ third has a class for each text. The first way of the list has `--steps`, the ot
 steps are shorter or longer, by the processor time of a short run of each; `--equal-steps` gives all of them the same.
 Each class has one picture, so a comparison with classes needs `--held-out 0`. Prints, for each run, its processor time,
 its held-out loss, the root mean square distance of samples from the pictures that were asked for, and the share that is
-nearest to its own of all pictures, with guidance 2: of combinations that no training image has, and of others. A run
-does not have what it cannot know ("nan"). Then the mean difference between the first way and each other over seeds,
-with its 95% interval by Student's t.
+nearest to its own of all pictures, with guidance 2: of combinations that no training image has, and of others. "nan"
+stands for values that a run cannot have, such as new pairs of classes. Then the mean difference between the first way
+and each other over seeds, with its 95% interval by Student's t.
 """
 
 from __future__ import annotations

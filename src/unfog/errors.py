@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import shlex
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from unfog.text import quote_word
 
 
 class UnfogError(Exception):
@@ -57,5 +58,4 @@ def install_command(extra: str) -> str:
     if "dir_info" not in origin:
         return f'pip install "unfog[{extra}]"'
     place = f"{url2pathname(urlsplit(origin['url']).path)}[{extra}]"
-    where = shlex.quote(place) if any(letter in place for letter in '"$`!') else f'"{place}"'
-    return f"pip install {'-e ' if origin['dir_info'].get('editable') else ''}{where}"
+    return f"pip install {'-e ' if origin['dir_info'].get('editable') else ''}{quote_word(place)}"

@@ -168,11 +168,10 @@ def _pop_labels(source: object, settings: dict[str, Any]) -> Any:
 
 
 def _pop_conditions(source: object, settings: dict[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, int]]:
-    """Take `conditions`, values by name of column, out of the settings, and add the names to the setting `condition`.
+    """Remove `conditions`, values by name of column, from the settings, and name its columns in `condition`.
 
-    Values of images that are objects are in their order, and are returned, but for those that are images: of these the
-    number is returned by name, as they are written into the cache. Values of files are by their names, and become a
-    table in the cache. RequestError if they are not such values.
+    Returns the values to store with images that are objects, in their order, and the number of images of each other
+    column. Those, and values of files (given by name), are written into the cache. RequestError for other values.
     """
     from unfog.data.columns.given import columns_by_name, store_images, store_table
 
@@ -182,17 +181,17 @@ def _pop_conditions(source: object, settings: dict[str, Any]) -> tuple[Mapping[s
     columns = columns_by_name(conditions)
     given = settings if "condition" in settings else settings.get("data", {})
     named = given.get("condition", "") if isinstance(given, Mapping) else ""
+    counts = dict[str, int]()
     if isinstance(source, str | PathLike):
-        settings["condition"] = store_table(columns, named)
-        if given is not settings and named:
-            settings["data"] = {name: value for name, value in given.items() if name != "condition"}
-        return {}, {}
-    others, condition = store_images(columns, named)
+        others, condition = dict[str, Any](), store_table(columns, named)
+    else:
+        others, condition = store_images(columns, named)
+        counts = {name: len(values) for name, values in columns.items() if name not in others}
     if condition != named:
         settings["condition"] = condition
         if given is not settings and named:
             settings["data"] = {name: value for name, value in given.items() if name != "condition"}
-    return others, {name: len(values) for name, values in columns.items() if name not in others}
+    return others, counts
 
 
 def _check_counts(counts: Mapping[str, int], place: str, data: Data) -> None:

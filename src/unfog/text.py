@@ -87,11 +87,13 @@ def format_bytes(count: float) -> str:
 
 
 def quote_words(words: Iterable[str]) -> str:
-    """Return words as one command, in double quotes where they suffice, which all shells read."""
-    return " ".join(
-        f'"{word}"' if re.search(r"\s", word) and not re.search(r'["$`!\\]', word) else shlex.quote(word)
-        for word in words
-    )
+    """Return words as one command; those with spaces as `quote_word` has them."""
+    return " ".join(quote_word(word) if re.search(r"\s", word) else shlex.quote(word) for word in words)
+
+
+def quote_word(word: str) -> str:
+    """Return a word in double quotes, which all shells read, or as a POSIX shell needs it if it has signs of one."""
+    return shlex.quote(word) if re.search(r'["$`!]|\\\\|\\$', word) else f'"{word}"'
 
 
 def encoding_of_mark(content: bytes) -> str:
@@ -105,7 +107,7 @@ def encoding_of_mark(content: bytes) -> str:
 
 def not_utf8(error: UnicodeDecodeError) -> str:
     """Return the problem with a file that cannot be decoded, where it is, and the remedy."""
-    encoding = "UTF-16" if error.encoding.startswith("utf-16") else "UTF-8"
+    encoding = error.encoding[: len("utf-16")].upper()  # without the order of the bytes
     line = error.object[: error.start].decode(error.encoding, "replace").count("\n") + 1
     return f"is not text in {encoding} (line {line:,}, byte {error.start + 1:,}); save it as UTF-8"
 

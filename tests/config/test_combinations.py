@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 import unfog
+from random_weights import random_autoencoder
 from unfog.config.spec_strings import parse_spec
 from unfog.data.packs.latent_cache import Normalise
 from unfog.device.sharded_rng import seed_generators
@@ -25,13 +26,12 @@ from unfog.inference.compute_metrics import LEVELS, bits_per_value
 from unfog.inference.guide import check_guide
 from unfog.inference.loaded_run import weights_digest
 from unfog.inference.run import Run
-from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder
 from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.pipeline.build import build_held_out_set, without_augmentation
 from unfog.pipeline.edit_images import build_edit
-from unfog.pipeline.latents import ImageMap, open_run_autoencoder, save_autoencoder
+from unfog.pipeline.latents import ImageMap, open_run_autoencoder
 from unfog.pipeline.load_data import load_images
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
@@ -83,19 +83,9 @@ def photos(tmp_path_factory):
     return folder
 
 
-def random_autoencoder(folder, seed=0):
-    """A codec with the weights that it begins with, but none of them zero: three latents of 4 x 4 pixels each."""
-    torch.manual_seed(seed)
-    network = AutoencoderModel(Autoencoder(factor=4, latent_channels=3, channels=(8, 8), norm_groups=4), 3)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    return str(save_autoencoder(folder, network).folder)
-
-
 @pytest.fixture(scope="module")
 def autoencoder(tmp_path_factory):
-    return random_autoencoder(tmp_path_factory.mktemp("codec") / "mine")
+    return str(random_autoencoder(tmp_path_factory.mktemp("codec") / "mine").folder)
 
 
 def trained(out, photos, autoencoder, network, seen, answer, **changes):
@@ -341,7 +331,7 @@ def test_starting_from_weights_that_know_latents(on_latents, photos, autoencoder
     assert run.config.latents == on_latents.config.latents  # of other images, which have others of their own
     assert run.config.network == on_latents.config.network
     assert (run.path / "codec" / "codec.safetensors").is_file()
-    other = random_autoencoder(tmp_path / "other", seed=1)
+    other = str(random_autoencoder(tmp_path / "other", seed=1).folder)
     with pytest.raises(RequestError, match="trained on latents of another autoencoder"):
         unfog.train(photos, out=tmp_path / "no", init=str(on_latents.path), codec=other, **settings)
     pixels = trained(tmp_path / "pixels", photos, autoencoder, "unet", "pixels", "plain", steps=1)

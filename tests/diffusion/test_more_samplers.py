@@ -45,11 +45,8 @@ def mixture_denoiser(path: Path, x: Tensor, logsnr: Tensor) -> Tensor:
     alpha, sigma = path(logsnr[:, None, None, None])
     variance = (alpha * std) ** 2 + sigma**2
     upper = torch.sigmoid(2 * alpha * mean * x / variance)
-
-    def if_from(mean: float) -> Tensor:
-        return mean + std**2 * alpha * (x - alpha * mean) / variance
-
-    return upper * if_from(mean) + (1 - upper) * if_from(-mean)
+    one, other = (gaussian_denoiser(at, std, path, x, logsnr) for at in (mean, -mean))
+    return upper * one + (1 - upper) * other
 
 
 def before_last_step(denoise: Callable, path: Path, schedule: Schedule, sampler: Sampler) -> Tensor:

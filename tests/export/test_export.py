@@ -346,7 +346,7 @@ SAME_AS_OTHERS = (
     "wide, mpunet",
     "wide, dit",
 )
-"""Each of them differs from other cases only by what one more case has too."""
+"""Cases whose settings are all covered by other cases."""
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from faults.harness import (
@@ -15,9 +14,7 @@ from faults.harness import (
     steps_saved,
     train,
 )
-from unfog.models.autoencoder import AutoencoderModel
-from unfog.models.autoencoder_settings import Autoencoder
-from unfog.pipeline.latents import save_autoencoder
+from random_weights import random_autoencoder
 
 STEPS, EVERY = 16, 2
 NAMES = [
@@ -49,17 +46,6 @@ def encoder(folder):
     return save_encoder(folder)
 
 
-def autoencoder(folder):
-    """An autoencoder with random weights, of which none is zero."""
-    torch.manual_seed(0)
-    network = AutoencoderModel(Autoencoder(factor=4, latent_channels=3, channels=(8, 8), norm_groups=4), 3)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    save_autoencoder(folder, network)
-    return folder
-
-
 def recipe(way, folder) -> Recipe:
     """A run of 16 steps in micro-batches of 3, which reads its captions in some way."""
     flags: dict[str, object] = {"--condition": "text", "--size": 8}
@@ -72,7 +58,7 @@ def recipe(way, folder) -> Recipe:
     if way in ("pretrained", "latents"):
         flags |= {"--text-encoder.pretrained": encoder(folder / "encoder"), "--text-encoder.layers": 1}
     if way == "latents":
-        flags |= {"--autoencoder": autoencoder(folder / "autoencoder"), "--size": 32, "--data.jitter": 0}
+        flags |= {"--autoencoder": random_autoencoder(folder / "autoencoder").folder, "--size": 32, "--data.jitter": 0}
     if way == "bf16":
         flags |= {"--precision": "bf16"}
     return Recipe(f"captions-{way}", STEPS, EVERY, flags, str(source))

@@ -135,8 +135,9 @@ def test_another_reference_is_measured_anew_and_samples_are_not_held():
     assert found == expected
     samples = wide.pixels[:10].copy()
     held = weakref.ref(samples)
-    compared.measure(samples, None, baseline=True)
-    assert compared.curves(samples)
+    values = compared.measure_values(samples)
+    assert compared.measure(samples, None, True, values) == compared.measure(samples, None, True)
+    assert compared.curves(samples, values)
     del samples
     assert held() is None
 

@@ -12,6 +12,7 @@ from PIL import Image
 
 import unfog
 from conftest import without_clock
+from random_weights import random_autoencoder
 from unfog.cli.read_request import read_request
 from unfog.config.presets import preset
 from unfog.config.resume_rules import settings_digests
@@ -74,13 +75,7 @@ def photos(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def autoencoder(tmp_path_factory):
-    """A codec with the weights that it begins with, but none of them zero."""
-    torch.manual_seed(0)
-    network = AutoencoderModel(Autoencoder(factor=4, latent_channels=3, channels=(8, 8), norm_groups=4), 3)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    return save_autoencoder(tmp_path_factory.mktemp("codec") / "mine", network)
+    return random_autoencoder(tmp_path_factory.mktemp("codec") / "mine")
 
 
 def images(count=10, seed=0):

@@ -86,7 +86,8 @@ def test_the_description_on_an_index_of_packages_has_no_dead_link(monkeypatch):
     monkeypatch.setitem(sys.modules, interface.__name__, interface)
     hook = runpy.run_path(str(ROOT / "hatch_build.py"))["Description"]()
     hook.root = str(ROOT)
-    plain, linked = {}, {"urls": {"Source": f"{SOURCE}/"}}
+    plain = {"version": unfog.__version__}
+    linked = {**plain, "urls": {"Source": f"{SOURCE}/"}}
     hook.update(plain)
     hook.update(linked)
     for text in (plain["readme"]["text"], linked["readme"]["text"]):

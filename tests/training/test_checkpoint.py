@@ -199,7 +199,6 @@ def test_a_full_disk_is_waited_for_said_once_and_given_up_on_request(tmp_path, m
         return write_really(taken, folder)
 
     monkeypatch.setattr(snapshot, "write_checkpoint", write)
-    monkeypatch.setattr("unfog.training.checkpoints.writer.RETRY", 0.02)
     writer = CheckpointWriter(tmp_path, Checkpoint())
     writer.submit(snapshot.take_snapshot(trained(), 3))
     wait_until(lambda: writer.waiting)
@@ -469,7 +468,6 @@ def test_a_disk_that_refuses_now_and_then_is_tried_again(tmp_path, monkeypatch):
         return write_really(taken, folder)
 
     monkeypatch.setattr(snapshot, "write_checkpoint", write)
-    monkeypatch.setattr("unfog.training.checkpoints.writer.RETRY", 0.01)
     writer = CheckpointWriter(tmp_path, Checkpoint())
     writer.submit(snapshot.take_snapshot(trained(), 3))
     assert writer.wait(120)

@@ -155,8 +155,6 @@ class _Moments(NamedTuple):
 class MeasuredSamples(NamedTuple):
     """Moments and values of samples, from which `RealImages` compares them."""
 
-    whole: Tensor
-    """[1, N], the weights of one group of all samples."""
     moments: _Moments
     values: Tensor
     """float64 [C, N, K]; NaN is unknown."""
@@ -234,7 +232,7 @@ class RealImages:
         if refused:
             return refused
         whole = _groups(len(compared), halves=False)
-        return MeasuredSamples(whole, self._compute_moments(compared, whole), self._sample(compared))
+        return MeasuredSamples(self._compute_moments(compared, whole), self._sample(compared))
 
     def compare(
         self, names: Sequence[str], samples: ValueSource | MeasuredSamples | str
@@ -246,7 +244,8 @@ class RealImages:
         measured = samples if isinstance(samples, MeasuredSamples | str) else self.measure(samples)
         if isinstance(measured, str):
             return {name: [self._result(name, None, None, "values", measured)] for name in names}
-        whole, drawn, values = measured
+        drawn, values = measured
+        whole = _groups(values.shape[1], halves=False)
         # Weights of the samples are positive, and those of the real images that they are compared with negative.
         weights = torch.cat([whole, -self._groups[:1]], 1)
         real = _Moments(*(part[:1] for part in self._moments))

@@ -96,8 +96,6 @@ class Comparison:
     # Not arguments, so that `replace` begins them anew: they are of this reference.
     _prepared: dict[int, RealImages] = field(default_factory=dict, repr=False, init=False)
     """Real images by the number of samples that are compared with them."""
-    _measured: list[tuple[PixelSource, MeasuredSamples | str]] = field(default_factory=list, repr=False, init=False)
-    """The last samples of `measure`, and what their values are compared by, until `curves` has used them."""
 
     def __post_init__(self) -> None:
         pixels = self.reference.pixels
@@ -133,8 +131,16 @@ class Comparison:
             n, most = min(samples, len(self.rows)), len(self.reference)
             check_count(metric, n, one, self.features, instead, larger, most)
 
+    def measure_values(self, samples: PixelSource) -> MeasuredSamples | str | None:
+        """Return moments and values of samples, or why there are not any; None if no metric of values is measured."""
+        return self._real_images(samples).measure(samples) if any(name in VALUES for name in self.metrics) else None
+
     def measure(
-        self, samples: PixelSource, fake: Tensor | None, baseline: bool = False
+        self,
+        samples: PixelSource,
+        fake: Tensor | None,
+        baseline: bool = False,
+        values: MeasuredSamples | str | None = None,
     ) -> dict[str, list[MetricResult]]:
         """Return the results by metric, as named and in the order of `metrics`: its value, then its parts.
 
@@ -142,6 +148,7 @@ class Comparison:
             samples: uint8 [N, C, H, W] by slices.
             fake: features of the samples, of `compute_features`.
             baseline: also measure real images against other real images.
+            values: of `measure_values`, if it has been called.
         """
         found: dict[str, list[MetricResult]] = {}
         names = [name for name in self.metrics if name not in (*PIXEL_METRICS, *VALUES, *NOT_COMPARED)]
@@ -159,10 +166,7 @@ class Comparison:
             found |= {name: _measure_pixels(name, *pixels, others) for name in by_pixels}
         if by_values := [name for name in self.metrics if name in VALUES]:
             # Real images against real images are measured in any case: such values mean little without them.
-            real_images = self._real_images(samples)
-            measured = real_images.measure(samples)
-            found |= real_images.compare(by_values, measured)
-            self._measured[:] = [(samples, measured)] * baseline
+            found |= self._real_images(samples).compare(by_values, samples if values is None else values)
         return {name: found[name] for name in self.metrics if name in found}
 
     def spectra(self, samples: PixelSource) -> dict[str, list[float]]:
@@ -171,14 +175,12 @@ class Comparison:
             return {}
         return luma_spectra(*self._pixels_of_both(samples))
 
-    def curves(self, samples: PixelSource) -> list[Curve]:
-        """Return spectra and histograms of channels, of real images and of samples, if these metrics are measured."""
-        names = [name for name in self.metrics if name in VALUES]
-        if not names:
-            return []
-        known = [measured for one, measured in self._measured if one is samples]
-        self._measured.clear()  # as they may be large
-        return self._real_images(samples).curves(names, known[0] if known else samples)
+    def curves(self, samples: PixelSource, values: MeasuredSamples | str | None) -> list[Curve]:
+        """Return spectra and histograms of channels, of real images and of samples, if these metrics are measured.
+
+        `values` are those of `measure_values`.
+        """
+        return [] if values is None else self._real_images(samples).curves(self.metrics, values)
 
     def _real_images(self, samples: PixelSource) -> RealImages:
         """Return twice as many real images as samples, or all of them, with their halves; computed once."""

@@ -8,13 +8,14 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unfog.config.requests.evaluate import OBEYS, WORTH
 from unfog.config.schema import Config
+from unfog.custom import is_own_choice
 from unfog.data.buckets.joined_set import join_columns
 from unfog.data.dataset import Dataset
 from unfog.diffusion.denoiser import Denoiser
@@ -88,8 +89,9 @@ def compute_metrics(
         _ = compared.real_features  # by all ranks, as those of the samples
         fake = compared.compute_features(mixed, "samples", mixed.key)
         if world.is_main:
-            metrics += chain(*compared.measure(mixed, fake, baseline=True).values())
-            spectrum, curves = compared.spectra(mixed), compared.curves(mixed)
+            values = compared.measure_values(mixed)
+            metrics += chain(*compared.measure(mixed, fake, True, values).values())
+            spectrum, curves = compared.spectra(mixed), compared.curves(mixed, values)
             _draw_spectra(spectrum, out)
             _draw_curves(curves, out)
             copies += _search_copies(setup, mixed, fake, out)
@@ -172,7 +174,8 @@ def _describe_generation(run: LoadedRun, setup: EvaluationSetup) -> dict[str, An
     partly = generation.guidance != 1 and (low, high) != (0.0, 1.0)
     sizes = [f"{part.generation.count:,} of {part.sides}" for part in setup.parts]
     # The adaptive sampler calls the network as often as it needs, and so may a step of somebody's own.
-    counted = generation.sampler.kind in get_args(Kind) and generation.sampler.kind != "adaptive"
+    kind = generation.sampler.kind
+    counted = kind != "adaptive" and not is_own_choice(Kind, kind)
     data = run.config.data
     masked = {"unknown_share": round(data.unknown_share, 6), "samples_masked": bool(data.unknown_mask)}
     return {

@@ -408,9 +408,10 @@ def evaluate_images(images: str, request: EvaluationRequest, size: Size, device:
             compared.check_count("fid", len(rows), "--metrics")
         generated = ImageRows(samples, rows)
         fake = compared.compute_features(generated, "samples", generated.key)
-        found = list(chain(*compared.measure(generated, fake, baseline=True).values()))
+        values = compared.measure_values(generated)
+        found = list(chain(*compared.measure(generated, fake, True, values).values()))
         drawn = {"images": sanitize(images), "size": size_of(*samples.pixels.shape[2:]), "reference": name}
-        spectrum, curves = compared.spectra(generated), [asdict(curve) for curve in compared.curves(generated)]
+        spectrum, curves = compared.spectra(generated), [asdict(curve) for curve in compared.curves(generated, values)]
         seconds = round(time.monotonic() - started, 1)
         said = verdict(found)
         return Evaluation(None, drawn, found, verdict=said, spectrum=spectrum, curves=curves, seconds=seconds)

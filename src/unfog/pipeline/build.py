@@ -308,12 +308,11 @@ def build_held_out_set(
 
 def open_stream(dataset: Dataset, config: Config) -> ImageStream | BucketStream:
     """Return the stream of the training images of a run, in the order that its seed gives."""
-    seed, images = config.training.seed, dataset.as_network_input.train
-    if dataset.latents is None:  # else what is made of the images is made once they are augmented
-        images = without_made(images)
-    if not dataset.buckets:
-        return ImageStream(images, seed)
-    return BucketStream([without_made(bucket.train) for bucket in dataset.buckets], config.training.batch, seed)
+    seed = config.training.seed
+    sets = [bucket.train for bucket in dataset.buckets] or [dataset.as_network_input.train]
+    if dataset.latents is None:  # what is made of the images is made once they are augmented
+        sets = [without_made(images) for images in sets]
+    return BucketStream(sets, config.training.batch, seed) if dataset.buckets else ImageStream(sets[0], seed)
 
 
 def open_task_stream(stream: ImageStream | BucketStream, device: torch.device) -> Stream:

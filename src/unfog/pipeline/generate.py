@@ -320,9 +320,7 @@ def view_grid(config: Config, samples: NDArray[Any], names: Sequence[str]) -> Pi
 
 def shows_unknown(config: Config, images: NDArray[Any]) -> bool:
     """Return True if stored images [N, H, W, C] have unknown values in the channels of `preview.view`."""
-    format = config.image_format
-    known = format.known_planes(images)
-    return known is not None and not known[:, format.shown(parse_view(config.preview.view).channels)].all()
+    return _unknown_in_view(config, config.image_format.known_planes(images))
 
 
 def view_channels(config: Config, samples: NDArray[Any], names: Sequence[str]) -> bytes:
@@ -337,8 +335,14 @@ def view_channels(config: Config, samples: NDArray[Any], names: Sequence[str]) -
 
 def samples_show_unknown(config: Config) -> bool:
     """Return True if some values in the channels of `preview.view` are unknown in all samples of a run."""
-    known = config.data.known_in_samples()
-    return known is not None and not known[config.image_format.shown(parse_view(config.preview.view).channels)].all()
+    return _unknown_in_view(config, config.data.known_in_samples())
+
+
+def _unknown_in_view(config: Config, known: NDArray[np.bool_] | None) -> bool:
+    """Return True if channels of `preview.view` have unknown values, by what is known [..., C, H, W]; None: all."""
+    if known is None:
+        return False
+    return not known[..., config.image_format.shown(parse_view(config.preview.view).channels), :, :].all()
 
 
 def with_legend(

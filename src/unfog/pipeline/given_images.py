@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -43,13 +43,16 @@ class _Given(NamedTuple):
     read: Callable[[], _Found]
 
 
-def read_pictures(config: Config, given: Any, most: int) -> Mapping[str, object]:
+def read_pictures(
+    config: Config, given: Any, most: int, samples: Collection[int] | None = None
+) -> Mapping[str, object]:
     """Return requested conditions with pictures in place of files, folders and arrays; others are unchanged.
 
     Args:
         config: of the run, whose size the pictures get.
         given: values by name of column: see `Run.sample`.
         most: pictures of each that are needed.
+        samples: numbers of samples, whose pictures alone are read; others are hidden. None: all.
 
     RequestError if one cannot be read, or does not suit its column.
     """
@@ -59,7 +62,11 @@ def read_pictures(config: Config, given: Any, most: int) -> Mapping[str, object]
     changed = dict(given)
     for facts in images:
         if facts.name in given:
-            changed[facts.name] = [_picture(config, facts, one) for one in _each(facts, given[facts.name], most)]
+            each = _each(facts, given[facts.name], most)
+            if samples is not None:
+                hidden, used = _hidden(facts), {number % len(each) for number in samples}
+                each = [one if i in used else hidden for i, one in enumerate(each)]
+            changed[facts.name] = [_picture(config, facts, one) for one in each]
     return changed
 
 
@@ -92,14 +99,17 @@ def read_grid(config: Config, grid: ConditionGrid) -> ConditionGrid:
 def _each(facts: ColumnFacts, value: object, most: int) -> Sequence[_Given | Picture]:
     """Return the pictures that a value stands for, `most` at most. RequestError if it is another value."""
     name, found = facts.name, list[_Given | Picture]()
-    hidden = Picture(IMAGE_KINDS[facts.kind].unknown(facts))
-    for one in _parts(name, value, hidden, IMAGE_KINDS[facts.kind].shape(facts)[0]):
+    for one in _parts(name, value, _hidden(facts), IMAGE_KINDS[facts.kind].shape(facts)[0]):
         found.extend([one] if isinstance(one, _Given | Picture) else _of_text(name, one, most))
         if len(found) >= most:
             break
     if not found:
         raise RequestError(f"given {name!r} has no picture; give a file, a folder or an array")
     return found[:most]
+
+
+def _hidden(facts: ColumnFacts) -> Picture:
+    return Picture(IMAGE_KINDS[facts.kind].unknown(facts))
 
 
 def _parts(name: str, value: object, hidden: Picture, channels: int) -> Iterator[_Given | Picture | str]:
@@ -185,7 +195,7 @@ def _without_booleans(facts: ColumnFacts, given: _Given) -> _Given:
 
 @contextmanager
 def _errors_named(facts: ColumnFacts, given: _Given) -> Iterator[None]:
-    """Raise RequestError, with the name of the picture, for errors of what reads it."""
+    """Turn an error while a picture is read into a RequestError that names the picture."""
     try:
         with silence_pillow():
             yield

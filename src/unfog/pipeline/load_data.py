@@ -19,7 +19,7 @@ from unfog.data.buckets.prepare import BucketChoice, prepare_buckets
 from unfog.data.columns.captions import has_caption_files
 from unfog.data.columns.conditions import resolved_condition
 from unfog.data.columns.image_setting import split_images
-from unfog.data.columns.made import add_made
+from unfog.data.columns.made import add_made, suits_factor
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.full_depth.choice import kept_line
 from unfog.data.full_depth.fit import fit_values
@@ -210,8 +210,8 @@ def _bucket_choice(config: Config) -> BucketChoice:
     factor = split_images(config.data.condition)[0].made.get("degrade", 1)
 
     def fits(height: int, width: int) -> bool:
-        if height % factor or width % factor or (factor > 1 and min(height, width) < 2 * factor):
-            return False  # the small image has two pixels a side at least
+        if factor > 1 and not suits_factor(height, width, factor):
+            return False
         with suppress(RequestError):
             if network is not None:
                 network.check((height, width))

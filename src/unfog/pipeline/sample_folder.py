@@ -21,12 +21,12 @@ from unfog.process.run_folder import new_folder
 from unfog.reporting.image_grids import Pixels, padded, read_png, save_png
 from unfog.reporting.progress import say
 from unfog.text import sanitize
+from unfog.values.condition_format import LONGEST_FILE_NAME
 
 # File in a folder of samples until its grid is written: what the samples are of.
 UNFINISHED = "unfinished.json"
 _LONGEST_TEXT = 2000  # characters of the conditions of all samples in grid.png
 _LONGEST_NEGATIVE = 20  # characters of a negative text in the name of a file
-_LONGEST_NAME = 40  # characters of a class, or of conditions, in the name of a file, unless they have short names
 _MOST_BYTES = 160  # of the name in the name of a file, of which file systems take 255
 
 
@@ -61,6 +61,7 @@ class SampleFolder:
 
     def __post_init__(self) -> None:
         self.names = [sanitize(name) for name in self.names]
+        self.captions = [sanitize(caption) for caption in self.captions]
 
     def file(self, number: int) -> Path:
         """Return the path of a sample."""
@@ -68,7 +69,7 @@ class SampleFolder:
         named = self.files[number].removeprefix(f"{number:06d}-") if self.files else ""
         if not named and self.short_names:
             named = self.short_names[number % len(self.short_names)]
-        named = named or self._name(number)[:_LONGEST_NAME]
+        named = named or self._name(number)[:LONGEST_FILE_NAME]
         away = _in_file_name(f"not {self.negative}"[:_LONGEST_NEGATIVE]) if self.negative else ""
         return self.path / f"{number:06d}{_in_file_name(named)}{away}.png"
 

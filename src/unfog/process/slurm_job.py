@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
-from itertools import islice, product
+from itertools import combinations, islice
 from pathlib import Path
 
 from unfog.config.requests.slurm import SlurmRequest
@@ -104,7 +104,7 @@ def _places(words: Iterable[str]) -> Iterator[Path]:
     for word in words:
         text = word.replace("file://", "")
         borders = [match.start() for match in islice(re.finditer("[=:,]", text), _MOST_BORDERS)]
-        for start, end in product((-1, *borders), (*borders, len(text))):
+        for start, end in combinations((-1, *borders, len(text)), 2):
             part = os.path.expanduser(text[start + 1 : end])
             if not part or part.startswith("//"):  # // begins the host of a URL
                 continue

@@ -114,5 +114,5 @@ def _reduced(parts: Pixels, factor: int) -> Pixels:
 
 
 def _bytes(values: NDArray[np.float32]) -> Pixels:
-    whole: Pixels = values.round().clip(0, 255).astype(np.uint8)
+    whole: Pixels = values.round().astype(np.uint8)
     return whole

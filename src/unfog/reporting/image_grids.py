@@ -214,7 +214,7 @@ _LARGEST_PNG, MOST_PIXELS, _MOST_CHUNKS = 2**26, 2**26, 10_000
 
 
 def encode_png(pixels: Pixels, text: Mapping[str, str] | None = None) -> bytes:
-    """Encode uint8 [H, W] or [H, W, C], C = 1, 3 or 4, as PNG, with `text` by keyword and the mark of Unfog."""
+    """Encode uint8 [H, W] or [H, W, C], C = 1 to 4, as PNG, with `text` by keyword and the mark of Unfog."""
     encoded, info = io.BytesIO(), PngInfo()
     info.add_text("Software", MARK)  # first, so that reading the beginning of a file is enough to recognise it
     for keyword, value in (text or {}).items():
@@ -224,7 +224,7 @@ def encode_png(pixels: Pixels, text: Mapping[str, str] | None = None) -> bytes:
 
 
 def save_png(path: Path, root: Path, pixels: Pixels, text: Mapping[str, str] | None = None) -> None:
-    """Write uint8 [H, W] or [H, W, C], C = 1, 3 or 4, as a PNG file below `root`, whole or not at all."""
+    """Write uint8 [H, W] or [H, W, C], C = 1 to 4, as a PNG file below `root`, whole or not at all."""
     root.mkdir(parents=True, exist_ok=True)
     make_folder(path.parent, root)
     write_atomic(path, encode_png(pixels, text), root)

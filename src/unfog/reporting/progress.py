@@ -205,7 +205,7 @@ class Progress:
         """Return "52 s left"; "" at the end, and where end or pace is not known."""
         if not self.total or self._done >= self.total or math.isnan(self._pace.rate):
             return ""
-        if self._done - self._first < 2:  # the first step also allocates, and says little of the others
+        if self._done - self._first < 2:  # the first step also allocates memory, so its pace is not that of the others
             return ""
         return f"{format_duration((self.total - self._done) / self._pace.rate)} left"
 

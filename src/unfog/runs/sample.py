@@ -25,7 +25,6 @@ from unfog.process.machine_key import machine_key
 from unfog.process.run_folder import RunFolder, unused_path
 from unfog.reporting.image_grids import Pixels, captioned_grid, grid, save_png, with_caption
 from unfog.reporting.progress import Progress, plural, say
-from unfog.text import sanitize
 from unfog.values.buckets import share_samples
 from unfog.values.kinds.image_kinds import image_columns
 
@@ -75,8 +74,9 @@ def _sample(request: SampleRequest, stored: Config, load: Callable[[], Run]) -> 
     from unfog.pipeline.measurement import write_posterior
 
     stored = stored.with_view(request.view) if request.view else stored
-    words = _words_of_conditions(request, stored)
-    asked = _read_conditions(request, stored, words)
+    prompts = request.read_prompts()
+    words = _words_of_conditions(request, stored, prompts)
+    asked = _read_conditions(request, stored, words, len(prompts))
     # Before the weights: a file that cannot be read should not take a minute to be found.
     edit = build_edit(stored, request.image, request.mask, request.strength, request.repeats)
     steps = _count_steps(request, sampler, edit)
@@ -128,22 +128,24 @@ def _count_steps(request: SampleRequest, sampler: Sampler, edit: Edit | None) ->
 
 
 def _prepare(request: SampleRequest, run: Run, asked: Mapping[str, object]) -> PreparedSampling:
-    """Return the sampling of a request with these values of conditions, with everything in it checked."""
+    """Return the checked sampling of a request, with these values of conditions."""
     settings = {f.name: getattr(request, f.name) for f in fields(SamplingRequest)}
     guide = request.guide if request.guide_checkpoint is None else request.guide_checkpoint
     settings |= {"measure": request.measure, "observed": request.observed, "given_table": request.given_table}
     return run.prepare(**settings, given=asked, guide=guide, image=request.image, mask=request.mask)
 
 
-def _words_of_conditions(request: SampleRequest, stored: Config) -> Mapping[str, object]:
-    """Return the values that the request gives to conditions; of pictures the files."""
+def _words_of_conditions(request: SampleRequest, stored: Config, prompts: Sequence[str]) -> Mapping[str, object]:
+    """Return the requested values of conditions; pictures are still names of files."""
     format = stored.conditions
     labelled = format.with_label(format.read_words(request.given), request.label)
-    return format.with_prompts(labelled, request.read_prompts())
+    return format.with_prompts(labelled, prompts)
 
 
-def _read_conditions(request: SampleRequest, stored: Config, words: Mapping[str, object]) -> Mapping[str, object]:
-    """Return these values with pictures read, checked before the weights are read."""
+def _read_conditions(
+    request: SampleRequest, stored: Config, words: Mapping[str, object], prompts: int
+) -> Mapping[str, object]:
+    """Replace names of files by their pictures, and check all conditions, before the weights are read."""
     from unfog.pipeline.given_images import read_grid, read_pictures
 
     format = stored.conditions
@@ -154,8 +156,8 @@ def _read_conditions(request: SampleRequest, stored: Config, words: Mapping[str,
         format.crossed(read_grid(stored, request.cells), asked)
     elif request.given_table is not None:
         read_given_table(request.given_table, format)
-    elif len(prompts := request.read_prompts()) > request.n:
-        say(f"  the first {request.n:,} of {len(prompts):,} prompts are drawn; -n {len(prompts)} draws all of them")
+    elif prompts > request.n:
+        say(f"  the first {request.n:,} of {prompts:,} prompts are drawn; -n {prompts} draws all of them")
     return asked
 
 
@@ -177,7 +179,7 @@ def _sample_folder(path: Path, digest: str, config: Config, prepared: PreparedSa
         files=prepared.files,
         negative=format.show_text(generation.negative),
         short_names=format.file_names(generation.given, generation.count),
-        captions=[sanitize(caption) for caption in format.captions(generation.given, generation.count)],
+        captions=format.captions(generation.given, generation.count),
     )
 
 
@@ -210,7 +212,7 @@ def _parts(run: Run, prepared: PreparedSampling, words: Mapping[str, object], sp
         numbers.setdefault(size, []).append(number)
     at_sizes = {size: run.at_size(size) for size in numbers}
     given = {
-        size: sized.config.conditions.parse(read_pictures(sized.config, words, generation.count))
+        size: sized.config.conditions.parse(read_pictures(sized.config, words, generation.count, numbers[size]))
         for size, sized in at_sizes.items()
         if image_columns(sized.config.columns)  # hidden ones too have the size of the bucket
     }

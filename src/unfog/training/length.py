@@ -18,8 +18,8 @@ class LengthPlan(NamedTuple):
     steps: int
     """Steps of the whole run."""
     stretch: int
-    """Factor on the intervals of previews, evaluations and checkpoints (of these up to 4). 0: at the
-    end alone, without metrics of samples."""
+    """Factor on the intervals of previews, evaluations and checkpoints (of these up to 4). With 0, previews and the
+    evaluation run only after the last step, and that evaluation has no metrics of samples."""
     position: float
     """Position in the schedule of the learning rate, in steps of the first length."""
     limit: float = NO_LIMIT

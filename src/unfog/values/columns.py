@@ -78,11 +78,16 @@ def update_digest(digest: hashlib._Hash, columns: Mapping[str, Column]) -> None:
     for column in columns.values():
         if getattr(column.values, "is_made", False):  # of the images, which have a digest of their own
             continue
-        values = np.ascontiguousarray(column.values)
         if column.name != CLASS:  # digests of labels alone are older than other columns, and stay valid
-            facts = column.name, column.kind, column.categories, values.dtype.str, values.shape
+            facts = column.name, column.kind, column.categories, column.values.dtype.str, column.values.shape
             digest.update(repr(facts).encode("utf-8", "surrogateescape"))
-        digest.update(values.data)
+        for part in parts_of(column.values):
+            digest.update(np.ascontiguousarray(part).data)
+
+
+def parts_of(values: Any) -> list[NDArray[Any]]:
+    """Return the arrays that the values of a column consist of: one for each size of images, or `values` alone."""
+    return getattr(values, "parts", [values])
 
 
 def in_order(columns: Mapping[str, Column]) -> dict[str, Column]:

@@ -45,7 +45,8 @@ Given: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
 """Conditions of samples: (name of a column, values that the samples cycle through), each column by itself."""
 _MOST_CONCERNS = 3  # lines on values of one column
 _NUMBERS = ("number", "vector")  # kinds whose values are numbers
-_LONGEST_NAME = 40  # characters of conditions in the name of a file
+LONGEST_FILE_NAME = 40
+"""Characters of conditions in the name of a file."""
 _LONGEST_CYCLE = 1000  # names of samples that columns of different lengths have together
 
 
@@ -417,7 +418,7 @@ class ConditionFormat:
             parts = [*shown]
             for texts in (True, False):
                 for i, (facts, text) in enumerate(parts):
-                    over = len(" ".join(map(self._named, parts))) - _LONGEST_NAME
+                    over = len(" ".join(map(self._named, parts))) - LONGEST_FILE_NAME
                     if over > 0 and (facts.kind == TEXT if texts else facts.kind not in _NUMBERS):
                         parts[i] = (facts, text[: max(0, len(text) - over)].rstrip())
             return " ".join(self._named(part) for part in parts if part[1])

@@ -22,6 +22,7 @@ from unfog.checks.run.loss_checks import LossImages, check_ema, check_overfittin
 from unfog.checks.run.run_record import RunRecord
 from unfog.checks.run.sample_checks import SampleRemedies, check_samples, check_values
 from unfog.checks.run.trend_checks import check_trends
+from unfog.checks.settings.learning_rate_checks import usual_learning_rate
 from unfog.config.schema import Config
 from unfog.config.toml import read_toml
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
@@ -46,7 +47,6 @@ from unfog.reporting.records import UNBEGUN, run_state
 from unfog.text import sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import load_weights, read_state
-from unfog.training.learning_rate import default_learning_rate
 from unfog.training.settings import Custom
 from unfog.values.columns import CLASS
 from unfog.values.condition_format import ConditionFormat, Given, given_labels
@@ -143,14 +143,12 @@ def _load_run_images(config: Config, skipped: list[str]) -> Dataset | None:
 
 def _usual_learning_rate(folder: RunFolder, config: Config) -> float | None:
     """Return the automatic rate; None for an open network, a custom optimiser, or settings unlike the weights."""
-    method, (saved, _) = config.optimizer.method, checkpoint.list_checkpoints(folder.checkpoints)
-    if config.network is None or isinstance(method, Custom):
+    saved, _ = checkpoint.list_checkpoints(folder.checkpoints)
+    if config.network is None or isinstance(config.optimizer.method, Custom):  # before a network is built in vain
         return None
     weights = saved[-1].folder / "model.safetensors" if saved else None
     with suppress(RunError), building_for(weights, folder.path):
-        parameters = sum(p.numel() for p in build_network(config).parameters())
-        tuned = bool(config.init.folder)
-        return default_learning_rate(parameters, config.training.batch, config.network, method, tuned)
+        return usual_learning_rate(config, sum(p.numel() for p in build_network(config).parameters()))
     return None
 
 
@@ -201,7 +199,7 @@ def _check_losses(
         on_unseen = None if unseen is None else losses("ema", unseen)
         raw = losses("model", own)
     average, what = (on_seen, "training images") if own is seen or on_unseen is None else (on_unseen, "held-out images")
-    if not (np.isfinite(average).all() and np.isfinite(raw).all() and np.isfinite(on_seen).all()):
+    if not all(np.isfinite(one).all() for one in (on_seen, on_unseen, raw) if one is not None):
         skipped.append("the losses of the weights, as they are not finite")
         return [], None, None
     findings = [check_ema(record, average, raw, weights.updates, what)]

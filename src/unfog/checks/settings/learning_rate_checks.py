@@ -35,13 +35,18 @@ def check_optimization(config: Config, images: int, parameters: int) -> list[Fin
     ]
 
 
+def usual_learning_rate(config: Config, parameters: int) -> float | None:
+    """Return the automatic learning rate; None for an open network or a custom optimiser."""
+    method, network = config.optimizer.method, config.network
+    if network is None or isinstance(method, Custom):
+        return None
+    return default_learning_rate(parameters, config.training.batch, network, method, bool(config.init.folder))
+
+
 def describe_high_rate(config: Config, parameters: int) -> str:
     """Return how far the learning rate is above the usual one, as the reason of a bad step; "" if it is not far."""
-    method, network, lr = config.optimizer.method, config.network, config.optimizer.lr
-    if network is None or isinstance(method, Custom):
-        return ""
-    usual = default_learning_rate(parameters, config.training.batch, network, method, bool(config.init.folder))
-    if lr <= _FAR_TOO_HIGH * usual:
+    usual, lr = usual_learning_rate(config, parameters), config.optimizer.lr
+    if usual is None or lr <= _FAR_TOO_HIGH * usual:
         return ""
     return f"the learning rate {lr:.2g} is {format_number(lr / usual)} times the usual {usual:.2g}: lower it first; "
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,9 @@ from unfog.data.dataset import ComputedPixels, ImageSet, PixelArray, skipped_ima
 from unfog.values.columns import Column
 from unfog.values.image_format import ImageFormat
 from unfog.values.kinds.image_kinds import IMAGE_KINDS
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class BucketPixels(ComputedPixels):
 
 
 class BucketValues:
-    """A condition that is an image [N, C, H, W], of all images of several sets, scaled to one size as it is read.
+    """Image condition [N, C, H, W] of several sets joined; values are scaled to one size when they are read.
 
     Masks are scaled by the nearest pixel.
     """
@@ -115,15 +118,7 @@ def scale_values(values: NDArray[Any], kind: str, sides: tuple[int, ...]) -> NDA
         return values
     if not len(values):
         return values.reshape(0, values.shape[1], *sides)
-    import torch
-    from torch.nn.functional import interpolate
-
-    floats = torch.from_numpy(values.astype(np.float32))
-    if IMAGE_KINDS[kind].smooth:
-        scaled = interpolate(floats, sides, mode="bilinear", antialias=True, align_corners=False)
-    else:
-        scaled = interpolate(floats, sides, mode="nearest-exact")
-    found = scaled.numpy()
+    found = _resized(values, sides, IMAGE_KINDS[kind].smooth).numpy()
     result: NDArray[Any] = (found.round() if values.dtype.kind in "iu" else found).astype(values.dtype)
     return result
 
@@ -132,13 +127,19 @@ def scale(pixels: NDArray[np.uint8], format: ImageFormat) -> NDArray[np.uint8]:
     """Scale images [B, C, H, W] to the height and width of a format."""
     if pixels.shape[2:] == format.shape[1:]:
         return pixels
+    result: NDArray[np.uint8] = format.values.rounded(_resized(pixels, format.shape[1:])).numpy()
+    return result
+
+
+def _resized(values: NDArray[Any], sides: tuple[int, ...], smooth: bool = True) -> Tensor:
+    """Return values [B, C, H, W] as float32 at other sides; without `smooth` by the nearest pixel."""
     import torch
     from torch.nn.functional import interpolate
 
-    images = torch.from_numpy(np.ascontiguousarray(pixels)).float()
-    scaled = interpolate(images, format.shape[1:], mode="bilinear", antialias=True, align_corners=False)
-    result: NDArray[np.uint8] = format.values.rounded(scaled).numpy()
-    return result
+    floats = torch.from_numpy(np.ascontiguousarray(values)).float()
+    if smooth:
+        return interpolate(floats, sides, mode="bilinear", antialias=True, align_corners=False)
+    return interpolate(floats, sides, mode="nearest-exact")
 
 
 def join_columns(columns: Sequence[Column], format: ImageFormat) -> Column:

@@ -182,12 +182,10 @@ class _Preparation:
             for part in parts
         ]
         for one in scan.second:
-            trains, held_outs = ([getattr(part, name) for part in parts] for name in ("train", "held_out"))
-            unified = unify_columns([images.columns[one.name] for images in (*trains, *held_outs)])
-            parts = [
-                replace(part, train=_with_column(part.train, mine), held_out=_with_column(part.held_out, theirs))
-                for part, mine, theirs in zip(parts, unified, unified[len(parts) :])
-            ]
+            sets = [part.train for part in parts] + [part.held_out for part in parts]
+            columns = unify_columns([images.columns[one.name] for images in sets])
+            sets = [_with_column(images, column) for images, column in zip(sets, columns)]
+            parts = [replace(part, train=a, held_out=b) for part, a, b in zip(parts, sets, sets[len(parts) :])]
         return parts
 
 

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.data.cache import remove_stale_entries
 from unfog.data.columns.image_setting import SECOND_KINDS
 from unfog.data.settings import parse_condition
 from unfog.data.sources.image_objects import as_array, is_array
 from unfog.data.sources.label_tables import FILE_COLUMNS
 from unfog.data.sources.stored_images import plain_value, plain_values
 from unfog.errors import RequestError
-from unfog.files.cache_folder import cache_folder, hold
+from unfog.files.cache_folder import cache_folder, hold, make_room
 from unfog.files.safe_files import replace_file
 from unfog.text import sanitize
 
@@ -76,7 +77,7 @@ def _stored_array(array: NDArray[Any]) -> Path:
             "UNFOG_CACHE to another folder"
         )
     plain = array.view(np.uint8) if array.dtype == np.bool_ else array  # without a copy, as it may have gigabytes
-    return _stored(lambda file: np.save(file, plain, allow_pickle=False), "condition", "npy")
+    return _stored(lambda file: np.save(file, plain, allow_pickle=False), "condition", "npy", plain.nbytes)
 
 
 class _DigestFile(io.RawIOBase):
@@ -93,17 +94,22 @@ class _DigestFile(io.RawIOBase):
         return len(data)
 
 
-def _stored(save: Callable[[Any], object], what: str, suffix: str) -> Path:
-    """Write with `save` a file of the cache that is named by its content, and return it.
+def _stored(save: Callable[[Any], object], what: str, suffix: str, size: int) -> Path:
+    """Write with `save` a file of about `size` bytes into the cache, named by its content, and return it.
 
-    `save` is called twice: with a file that takes the digest, and with the file. RequestError if it cannot be written.
+    `save` is called with a file that takes the digest, and with the file if it is not there yet: its time is part of
+    the fingerprint of what is decoded from it. RequestError if it cannot be written.
     """
     folder, named = cache_folder(), _DigestFile()
     save(named)
     path = folder / f"{what}-{named.digest.hexdigest()[:32]}.{suffix}"
     hold(path)
+    if path.exists():
+        return path
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        remove_stale_entries(folder)
+        make_room(size)
         with replace_file(path, folder, shared=True) as file:
             save(file)
     except OSError as error:
@@ -129,7 +135,8 @@ def store_table(columns: Mapping[str, Any], named: str) -> str:
     if not (others := list(dict.fromkeys(name for row in rows.values() for name in row))):
         raise RequestError("conditions have no value; give at least one for each file, or leave them out")
     content = "".join(json.dumps({"file_name": file, **row}) + "\n" for file, row in rows.items()).encode()
-    return f"{_stored(lambda file: file.write(content), 'table', 'jsonl')}:{named or ','.join(others)}"
+    path = _stored(lambda file: file.write(content), "table", "jsonl", len(content))
+    return f"{path}:{named or ','.join(others)}"
 
 
 def _rows_by_file(columns: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

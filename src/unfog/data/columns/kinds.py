@@ -16,7 +16,7 @@ from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import SUFFIXES
 from unfog.data.sources.label_tables import normalize_label
 from unfog.errors import RequestError
-from unfog.text import sanitize
+from unfog.text import encoding_of_mark, sanitize
 from unfog.values.columns import Column
 from unfog.values.condition_kinds import MOST_CATEGORIES
 from unfog.values.kinds.condition_words import MOST_NUMBERS, split_several
@@ -64,7 +64,7 @@ def cell_value(cell: Any) -> _Cell:
     if isinstance(cell, ImageError):  # of a text file
         return None
     if isinstance(cell, bytes):
-        cell = cell.decode("utf-8-sig", "replace")
+        cell = cell.decode(encoding_of_mark(cell) or "utf-8", "replace")
     if isinstance(cell, bool):
         return str(cell).lower()
     if isinstance(cell, int | float | Decimal):

@@ -91,11 +91,16 @@ def _check_made(made: Mapping[str, int], format: ImageFormat) -> None:
     if "grey" in made and not in_colour(format.channels):
         raise RequestError(f"condition = grey is the brightness of images in colour, and these are {format}; omit it")
     factor = made.get("degrade", 1)
-    if format.height % factor or format.width % factor or min(format.height, format.width) // factor < 2:
+    if not suits_factor(format.height, format.width, factor):
         raise RequestError(
             f"condition = degrade:factor={factor} needs sides that are multiples of {factor}, and two pixels a side "
             f"at least, and the images are {format.sides}; give another factor or --size"
         )
+
+
+def suits_factor(height: int, width: int, factor: int) -> bool:
+    """Return True if images of this size can be made smaller by a factor: it divides them, and leaves two pixels."""
+    return height % factor == width % factor == 0 and min(height, width) // factor >= 2
 
 
 def without_made(images: ImageSet) -> ImageSet:

@@ -98,7 +98,7 @@ def _pair(source: Source, name: str, second: Source, kind: str, warn: Callable[[
 
 
 def _by_place(names: Sequence[str]) -> bool:
-    """Return True for names of images in an array, which are their numbers alone."""
+    """Return True if the names are numbers, as those of the images of an array are."""
     return all(names[i] == f"{i:08}" for i in (0, len(names) - 1))
 
 
@@ -246,7 +246,7 @@ def _has_deep_values(image: Image.Image | DeepImage | NDArray[Any]) -> bool:
 
 
 def _check_used(one: SecondSource, reasons: Counter[str], used: int, count: int, warn: Callable[[str], None]) -> None:
-    """Warn of images that cannot be used; RequestError if there are no others. Those of a bucket are counted later."""
+    """Warn of images that cannot be used; RequestError if there are no others. Buckets are warned of together later."""
     if reasons and one.whole:
         told = ", ".join(f"{n:,} {reason}" for reason, n in reasons.most_common(3))
         said = f"condition {one.name}: {count - used:,} of {count:,} images cannot be used: {told}"
@@ -313,13 +313,10 @@ def unify_columns(columns: Sequence[Column]) -> list[Column]:
         raise RequestError(f"condition {columns[0].name}: none of its images can be used; replace them")
     if columns[0].kind == "mask":
         return _with_shared_labels(columns)
-    if columns[0].kind == "image":
-        most = max(one.values.shape[1] for one in columns)
-        return [
-            one if one.values.shape[1] == most else replace(one, values=np.repeat(one.values, most, 1))
-            for one in columns
-        ]
-    return list(columns)
+    most = max(one.values.shape[1] for one in columns)
+    return [
+        one if one.values.shape[1] == most else replace(one, values=np.repeat(one.values, most, 1)) for one in columns
+    ]
 
 
 def _with_shared_labels(columns: Sequence[Column]) -> list[Column]:

@@ -414,7 +414,7 @@ class SecondSource:
     partner: NDArray[np.int64]
     """[N], index in `source` for each image; -1 without one."""
     whole: bool = True
-    """False for some of the images of a set, whose masks alone may have one value."""
+    """False for a bucket: its masks may all have one value, as values are checked over all buckets."""
 
     def rows(self, index: NDArray[np.int64]) -> SecondSource:
         """Return the second source for some of the images."""

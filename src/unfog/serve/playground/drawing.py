@@ -259,7 +259,7 @@ def command_of(request: SampleRequest, pictures: Iterable[str] = ()) -> str:
     """Return the command that draws the same pictures, with files for the conditions that are images."""
     words, settings = ["unfog", "sample", str(request.run)], settings_of(request) | _files(request)
     stored = read_settings(request.run)
-    if stored.get("buckets") and not request.image:  # of which the page draws the largest
+    if stored.get("buckets") and not request.image:  # the page draws the largest size only
         settings["size"] = str(stored.get("data.size"))
     if files := [f"{name}={name}.png" for name in pictures]:
         settings["given"] = [*settings.get("given", []), *files]

@@ -115,7 +115,7 @@ class _Playground:
         body = await json_body(request)
         run = self._run(body.get("run"))
         job = await asyncio.to_thread(self._submit, run, body)
-        return Json({"job": job.id, **job.detail()})
+        return Json(await asyncio.to_thread(job.detail))
 
     def _submit(self, run: Any, body: dict[str, Any]) -> Drawing:
         settings = body.get("settings", {})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from unfog.errors import RequestError
 from unfog.text import sanitize
-from unfog.values.columns import Column
+from unfog.values.columns import Column, parts_of
 from unfog.values.condition_kinds import ColumnFacts, ConditionKind
 from unfog.values.image_format import MOST, MOST_CHANNELS
 
@@ -77,8 +77,11 @@ class ImageKind(ConditionKind):
     def known(self, values: NDArray[Any]) -> NDArray[np.bool_]:
         import numpy as np
 
-        first = np.asarray(values[:, 0].reshape(len(values), math.prod(values.shape[2:])))
-        return np.asarray((first >= 0).any(1) if first.dtype.kind in "iu" else np.isfinite(first).any(1))
+        found = []
+        for part in parts_of(values):
+            first = np.asarray(part[:, 0].reshape(len(part), math.prod(part.shape[2:])))
+            found.append((first >= 0).any(1) if first.dtype.kind in "iu" else np.isfinite(first).any(1))
+        return np.concatenate(found)
 
     def evidence(self, facts: ColumnFacts) -> str:
         channels, height, width = self.shape(facts)
@@ -137,7 +140,7 @@ class SecondImageKind(ImageKind):
         channels = values.shape[1]
         low, high = np.zeros(channels), np.full(channels, 255.0)
         if values.dtype.kind == "f":
-            parts = [part for part in getattr(values, "parts", [values]) if len(part)]
+            parts = [part for part in parts_of(values) if len(part)]
             low, high = (
                 end.reduce([end.reduce(part, (0, 2, 3)) for part in parts]).astype(np.float64)  # without NaN
                 for end in (np.fmin, np.fmax)
