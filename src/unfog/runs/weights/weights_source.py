@@ -33,7 +33,7 @@ from unfog.values.condition_kinds import ColumnFacts
 from unfog.values.image_format import CHANNELS, LEAST, Size, size_of
 from unfog.values.kinds.image_kinds import IMAGE_KINDS, image_columns
 
-_CLASS_SPREAD = 0.02  # scale of random differences between new class embeddings, as other networks draw their rows
+_CLASS_SPREAD = 0.02  # scale of random differences between new class embeddings; whole ones would drown what is known
 _ADDED = 16  # parameters that a network has beside those of the weights, at most
 _CLASSES, _AUGMENT, _BIAS = "class_embedding.weight", "augment_embedding.", "time_embedding.2.bias"
 _COLUMNS, _COLUMN_WEIGHT = "column_embedding.", "column_embedding.linear.weight"
@@ -325,7 +325,7 @@ def _fit_classes(
         )
     # Every class begins as "no class", so that the first samples are as good as before.
     none = state[_CLASSES][-1] if before else torch.zeros_like(fresh[_CLASSES][-1])
-    difference = fresh[_CLASSES] * (_CLASS_SPREAD if scaled else 1.0)
+    difference = fresh[_CLASSES] * _CLASS_SPREAD
     difference[-1] = 0
     state[_CLASSES] = none + difference
     reason = f"their embedding is new, as the weights have {before or 'no'} classes; it begins as that of no class"
