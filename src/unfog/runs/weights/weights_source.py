@@ -218,6 +218,10 @@ def _in_run(init: Init, folder: Path) -> WeightsSource:
     config.task.check_generates(f"init = {folder_text}", f"train on its latents: --autoencoder {folder_text}")
     which = {"newest": None, "best": "best"}[init.checkpoint] if init.checkpoint.isalpha() else int(init.checkpoint)
     saved = checkpoint.find_checkpoint(run.checkpoints, which, warn)  # type: ignore[arg-type]
+    if saved.is_weights_only and init.weights == "raw":
+        raise RequestError(
+            f"init = {folder_text} is an export, which holds EMA weights alone; give init.weights = 'ema'"
+        )
     file, words = ("ema", "averaged (EMA)") if init.weights == "ema" else ("model", "raw")
     return WeightsSource(config, saved.folder / f"{file}.safetensors", f"{words} weights of step {saved.step:,}")
 
@@ -225,6 +229,11 @@ def _in_run(init: Init, folder: Path) -> WeightsSource:
 def _in_diffusers(folder: Path, diffusion: Diffusion, known: bool) -> WeightsSource:
     found = DiffusersFolder.open(folder)
     if found.scheduler is not None and not known:
+        if found.has_own_pipeline:
+            raise RequestError(
+                f"{folder} is an export of Unfog whose files do not state its objective; give the run that it was made "
+                "from, or an export of it that Unfog reads: unfog export RUN OUT --format run"
+            )
         diffusion = objective_from_scheduler(found.scheduler, diffusion)
     if found.kind == "DiTTransformer2DModel":
         model = from_dit(found.config, read_tensors(found.weights, found.weights.parent))
