@@ -69,6 +69,8 @@ class Plan:
     """What compiling costs and gains; "" if it is not asked for."""
     quota: str = ""
     """What a CPU quota leaves of the cores; "" without one."""
+    doubt: str = ""
+    """Why the measured times are not to be trusted; "" if they are, or if none was measured."""
 
     def __repr__(self) -> str:
         return f"<{self.lines()[0]}>"
@@ -117,6 +119,7 @@ class Plan:
         times = {name: format_time(time) for name, time in self.times.items() if name != "in all"}
         if all(time == "?" for time in times.values()):
             return []
+        times["step"] += f"; {self.doubt}" * bool(self.doubt)
         return [(f"  {'a step' if name == 'step' else name.removesuffix(' images')}", t) for name, t in times.items()]
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,6 +143,7 @@ class Plan:
             "seconds": json_values(self.times),
             "compiling": self.compiling,
             "quota": self.quota,
+            "doubt": self.doubt,
             "disk": list(self.disk),
             "transfer": self.transfer,
             "findings": [{**{name: getattr(f, name) for name in _OF_FINDING}, **f.facts} for f in self.findings],
@@ -187,6 +191,7 @@ def plan(request: PlanRequest) -> Plan:
         findings=(*fatal, *findings, *_time_findings(times["in all"])),
         compiling=_describe_compiling(auto),
         quota="" if target else describe_quota(),
+        doubt=auto.doubt_of_pace if auto.machine.timed else "",
     )
 
 

@@ -110,10 +110,12 @@ def check_length(config: Config, prepared: Dataset) -> Finding:
     )
 
 
-def training_length_guide(config: Config, prepared: Dataset, seconds_per_step: float | None = None) -> Finding:
+def training_length_guide(
+    config: Config, prepared: Dataset, seconds_per_step: float | None = None, doubt: str = ""
+) -> Finding:
     """Return how long to train on these images, in images, steps, hours and epochs, with sources.
 
-    Hours are left out where `seconds_per_step` is None.
+    Hours are left out where `seconds_per_step` is None. `doubt` says why these seconds are not to be trusted.
     """
     images, batch, pictures = config.training.images, config.training.batch, len(prepared.train)
     side, size = config.image_format.square_side, config.data.size
@@ -147,7 +149,7 @@ def training_length_guide(config: Config, prepared: Dataset, seconds_per_step: f
     said = (
         f"at {size} pixels, samples are recognisable after about {format_count(low)} to {format_count(high)} images "
         f"and good after {format_count(guide['good'][0])} to {format_count(guide['good'][1])}; "
-        f"this run sees {format_count(images)}{time}, {place}"
+        f"this run sees {format_count(images)}{time}, {place}" + f"; {doubt}" * bool(doubt)
     )
     return Finding("length.guide", "fine", said, facts=facts, figures=figures)
 
