@@ -540,8 +540,8 @@ def test_paths_from_python(here):
 def test_no_folder_is_left_by_images_that_cannot_be_used(refused, here):
     (here / "photos").mkdir()
     (here / "photos/a.png").write_bytes(b"nothing")
-    assert "none of the 1 images" in refused("train", "photos")
-    assert "none of the 1 images" in refused("train", "photos", "--out", "new/run")
+    assert "none of 1 image in" in refused("train", "photos")
+    assert "none of 1 image in" in refused("train", "photos", "--out", "new/run")
 
 
 def test_drawing_from_python(here):

@@ -140,7 +140,7 @@ def test_images_without_a_partner_are_counted_and_not_known(tmp_path):
     Image.new("L", (WIDTH, HEIGHT)).save(masks / "a" / "other.png")
     found = read(images, f"mask={masks}")
     assert any("3 of 8" in line for line in found.warnings)
-    assert any("1 images without a partner" in line for line in found.warnings)
+    assert any("1 image without a partner" in line for line in found.warnings)
     assert (found.train.columns["mask"].values.reshape(8, -1) == -1).all(1).tolist() == [True] * 3 + [False] * 5
     assert found.train.conditions_of(np.arange(8)).image.isnan().sum() == 3 * HEIGHT * WIDTH
     for i in range(3, 5):

@@ -328,7 +328,7 @@ class AutoSettings:
         steps = max(1, -(-images // training.batch))
         if steps * training.batch < seen:
             raise RequestError(
-                f"the run is already at step {seen // training.batch:,}, beyond the {steps:,} steps that "
+                f"the run is already at step {seen // training.batch:,}, beyond the {plural(steps, 'step')} that "
                 "were given; --steps and --images count from the start of the run, --budget from now"
             )
         self._set_training(images=steps * training.batch, steps=0, budget="")

@@ -82,7 +82,7 @@ class Plan:
         """Return the plan as lines of text."""
         training = self.config.training
         sides, count = self.config.image_format.sides, f"{self.parameters / 1e6:.2f}M parameters"
-        title = f"plan: {count}, {self.images:,} images of {sides}, batches of {training.batch:,}"
+        title = f"plan: {count}, {plural(self.images)} of {sides}, batches of {training.batch:,}"
         apart = self.processes > 1
         forward, peak = _format_flops(self.work.forward), format_bytes(self.memory.peak)
         several = f"{self.processes:,} processes, {'the network divided' if training.shard else 'each with all'}: "

@@ -31,7 +31,7 @@ from unfog.pipeline.build import (
 from unfog.pipeline.generate import GenerationSettings, sample_calls
 from unfog.planning.flops import TimeRange
 from unfog.process.device import synchronize
-from unfog.reporting.progress import Progress
+from unfog.reporting.progress import Progress, plural
 from unfog.settings import AUTO, is_auto
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
@@ -155,7 +155,7 @@ def run_times(config: Config, step: TimeRange, call: TimeRange, held_out: int) -
     evaluations = repetitions(config.evaluate.every, steps) if config.evaluate.every > 0 else 0
     found = {
         "step": step,
-        f"training ({steps:,} steps)": step.times(steps),
+        f"training ({plural(steps, 'step')})": step.times(steps),
         f"previews ({previews:,})": call.times(asides["preview"]),
         f"evaluations ({evaluations:,})": call.times(asides["evaluate"]),
     }

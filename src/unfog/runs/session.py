@@ -315,7 +315,7 @@ class Session(StoppableHooks):
             _say_that_threads_spin()
         say(
             f"{'training' if fresh else 'resuming'} {parameters / 1e6:.2f}M parameters in {self.context.folder.path}: "
-            f"steps {self.step:,} to {self.steps:,} of {training.batch} images, "
+            f"steps {self.step:,} to {self.steps:,} of {plural(training.batch)}, "
             f"{training.precision} on {training.device}"
         )
         if quota := describe_quota():

@@ -31,7 +31,7 @@ from unfog.data.sources.image_objects import as_array, is_array
 from unfog.errors import RequestError
 from unfog.files.cache_folder import cache_folder, hold, make_room
 from unfog.files.safe_files import replace_file
-from unfog.text import sanitize
+from unfog.text import plural, sanitize
 from unfog.values.arrays.axes import USUAL, channel_axis
 from unfog.values.image_format import MOST_CHANNELS
 
@@ -401,7 +401,7 @@ def index_labels(name: str, labels: NDArray[Any], n: int) -> tuple[tuple[str, ..
         raise RequestError(f"{said} are {labels.dtype} {shape}; {remedy}")
     if labels.dtype.kind == "U" and (empty := np.flatnonzero(np.char.strip(labels) == "")).size:
         raise RequestError(
-            f"{said} are empty for {empty.size:,} images, such as image {int(empty[0]):,}; give a label for each "
+            f"{said} are empty for {plural(empty.size)}, such as image {int(empty[0]):,}; give a label for each "
             "image, or leave those images out"
         )
     present, index = np.unique(labels, return_inverse=True)
