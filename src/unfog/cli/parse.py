@@ -12,7 +12,8 @@ from dataclasses import MISSING, dataclass, field
 from functools import cache
 from typing import Any, get_args, get_origin
 
-from unfog.config.aliases import OUT, SAMPLING, USUAL, advice_on, current_name
+from unfog.config.advice import advice_on
+from unfog.config.aliases import OUT, SAMPLING, USUAL, current_name
 from unfog.config.describe import describe
 from unfog.config.spec_strings import (
     FormatError,
