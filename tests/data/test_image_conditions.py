@@ -229,7 +229,7 @@ def test_arrays_beside_the_images_of_a_file_are_images_too(tmp_path):
     assert (together["age"].kind, together["mask"].categories) == ("number", ("0", "3"))
     assert read(tmp_path / "x.npz", "mask:image").train.columns["mask"].kind == "image"
     for condition, said in (
-        ("few", "few of .*x.npz has 5 images, and there are 6"),
+        ("few", "condition few: .*x.npz:few has 5 images, and there are 6; give one for each"),
         ("tall", "other proportions, 16x12 and 8x12"),
         ("mask:number", "are images, and not of kind number; omit :number"),
         ("age:mask", "age has values, and no images; give age=FOLDER:mask"),

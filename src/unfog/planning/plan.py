@@ -109,7 +109,7 @@ class Plan:
         rows = {"kept by its graph": memory.graph}
         rows |= {"sampling a preview": memory.drawing, "held-out loss": memory.measuring}
         rows |= {"checkpoint (host)": memory.snapshot, "images (host)": memory.images}
-        # Half precision makes a step smaller, and a graph is kept beside what is evaluated.
+        # Why evaluation may take more than a step, which half precision makes smaller.
         beside = ", beside the graph" if memory.graph else ""
         why = {"held-out loss": f": in fp32{beside}"} if memory.measuring > max(step.total, memory.drawing) else {}
         lines = [(f"  {name}", format_bytes(count) + why.get(name, "")) for name, count in rows.items() if count]

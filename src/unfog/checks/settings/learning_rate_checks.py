@@ -43,9 +43,12 @@ def usual_learning_rate(config: Config, parameters: int) -> float | None:
     return default_learning_rate(parameters, config.training.batch, network, method, bool(config.init.folder))
 
 
-def describe_high_rate(config: Config, parameters: int) -> str:
-    """Return how far the learning rate is above the usual one, as the reason of a bad step; "" if it is not far."""
-    usual, lr = usual_learning_rate(config, parameters), config.optimizer.lr
+def describe_high_rate(config: Config, parameters: int, scale: float = 1.0) -> str:
+    """Return how far the learning rate is above the usual one, as the reason of a bad step; "" if it is not far.
+
+    `scale` is the factor on the rate of the settings that roll-backs have left.
+    """
+    usual, lr = usual_learning_rate(config, parameters), config.optimizer.lr * scale
     if usual is None or lr <= _FAR_TOO_HIGH * usual:
         return ""
     return f"the learning rate {lr:.2g} is {format_number(lr / usual)} times the usual {usual:.2g}: lower it first; "

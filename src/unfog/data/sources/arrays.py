@@ -155,13 +155,8 @@ class ArraySource(Source):
     def images_of(self, names: Collection[str]) -> Mapping[str, Source]:
         others = {*self._others} - {*_LABEL_KEYS} - {*self._beside}
         for name in [name for name in names if name in others and self._sides(name) > 2]:
-            beside = ArraySource(self._path, f"{self.name}:{name}", self._axes, name)
-            if len(beside.names) != len(self.names):
-                raise RequestError(
-                    f"the array {sanitize(name)} of {sanitize(self.name)} has {len(beside.names):,} images, and there "
-                    f"are {len(self.names):,}; give one for each"
-                )
-            self._beside[name] = beside  # read once, as it may be asked for again
+            # Read once, as it may be asked for again.
+            self._beside[name] = ArraySource(self._path, f"{self.name}:{name}", self._axes, name)
         return {name: self._beside[name] for name in names if name in self._beside}
 
     def _sides(self, key: str) -> int:
