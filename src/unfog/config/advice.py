@@ -1,4 +1,4 @@
-"""Advice on words that are no settings: of other trainers, of tutorials, and of people who begin."""
+"""Advice on words without a setting of that name: of other trainers, of tutorials, and of people who begin."""
 
 from __future__ import annotations
 

@@ -369,7 +369,7 @@ class AutoSettings:
 
     @property
     def doubt_of_pace(self) -> str:
-        """Why the time of a step is not to be trusted; "" if it is, or if it is predicted."""
+        """The reason not to trust the measured time of a step; "" without one, or if the time is predicted."""
         return "" if self.machine.data_sheet is not None else self.measured_step.doubt
 
     def predicted_step_time(self, device: Device) -> TimeRange:
