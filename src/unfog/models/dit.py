@@ -179,15 +179,16 @@ class DiTModel(ConditionalNetwork):
         return width
 
     def _initialise(self) -> None:
-        # As in DiT: Xavier for matrices, small embeddings, and zero for all modulations and for the last layer.
+        # As in DiT: Xavier for matrices, a small embedding of the noise level, and zero for all modulations and for the
+        # last layer. Its class table is small too; ours begins with deviation 1, see `_class_table`.
         # Three passes over the weights, the order of which decides: Xavier for all, then the smaller, then the zeros.
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        for part in (self.class_embedding, *self.time_embedding):
-            if isinstance(part, nn.Linear | nn.Embedding):
+        for part in self.time_embedding:
+            if isinstance(part, nn.Linear):
                 nn.init.normal_(part.weight, std=0.02)
         modulations = [block.modulation for block in self.blocks if isinstance(block, _Block)]
         texts = [block.text.out for block in self.blocks if isinstance(block, _Block) and block.text is not None]

@@ -218,7 +218,11 @@ class ConditionalNetwork(nn.Module):
         return layer
 
     def _class_table(self, width: int) -> nn.Embedding | None:
-        """Return a vector for each class and for the null class; None for a network without classes."""
+        """Return a vector for each class and for the null class; None for a network without classes.
+
+        Numbers begin with deviation 1, as torch draws them: with 0.02, classes take thousands of images to come apart
+        (docs/decisions/0013-networks.md).
+        """
         return nn.Embedding(self.num_classes + 1, width) if self.num_classes else None
 
     def wrap_edges(self, axes: str) -> None:

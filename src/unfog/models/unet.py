@@ -169,8 +169,6 @@ class UNetModel(ConditionalNetwork):
         self.conv_in = Conv2d(self._channels_in, first, 3, padding=1)
         self.time_embedding = nn.Sequential(nn.Linear(first, width), nn.SiLU(), nn.Linear(width, width))
         self.class_embedding = self._class_table(width)
-        if self.class_embedding is not None:
-            nn.init.normal_(self.class_embedding.weight, std=0.02)  # as in DiT: no class outweighs the noise level
         text, last = self.text_width, settings.channels[-1]
         self.down, skips = _down(settings, width, text)
         middle = (settings.mid_attention, text), (False, 0)
