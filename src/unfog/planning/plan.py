@@ -191,7 +191,7 @@ def plan(request: PlanRequest) -> Plan:
         findings=(*fatal, *findings, *_time_findings(times["in all"])),
         compiling=_describe_compiling(auto),
         quota="" if target else describe_quota(),
-        doubt=auto.doubt_of_pace if auto.machine.timed else "",
+        doubt=auto.doubt_of_pace,
     )
 
 
