@@ -137,9 +137,9 @@ def python_page() -> str:
         module, _, name = path.partition(":")
         kind = getattr(importlib.import_module(module), name)
         lines += [f"## {name}", "", *_docstring(kind), ""]
-        for member, value in inspect.getmembers(kind):
-            if not member.startswith("_") and member in vars(kind):
-                lines += _member(f"{name}.{member}", value, level=3)
+        texts = field_texts(kind)
+        for member in sorted(one for one in {*vars(kind), *texts} if not one.startswith("_")):
+            lines += _member(f"{name}.{member}", getattr(kind, member, None), 3, texts.get(member, ""))
     return _page(lines)
 
 
@@ -301,9 +301,12 @@ def _flag(each: Description) -> str:
     return f"`{name}`"
 
 
-def _member(name: str, value: Any, level: int = 2) -> list[str]:
-    """Return the signature and the docstring of a function, method, property or attribute."""
+def _member(name: str, value: Any, level: int = 2, text: str = "") -> list[str]:
+    """Return the signature and the docstring of a function, method or property, or the text of an attribute."""
     lines = [f"{'#' * level} {name}", ""]
+    # The docstring of a value, such as a number, is that of its type; what is said of it stands under the field.
+    if not (callable(value) or isinstance(value, property)):
+        return [*lines, text, ""]
     try:
         signature = str(inspect.signature(value))
         for pattern, text in ((r"<function .*? at \w+>", "…"), (r"(?<=[:>] )'([^']*)'", r"\1")):
