@@ -92,6 +92,26 @@ def _kinds(tree):
             yield node.value.value
 
 
+def test_links_to_headings_work_where_the_pages_are_read_as_files():
+    """The site names headings alike but for signs between spaces, which leave two hyphens more on a forge."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    names, dead = {page: _anchors(page.read_text("utf-8")) for page in pages}, []
+    for page in pages:
+        for path, anchor in re.findall(r"\]\(([^()\s:#]*)#([^()\s]+)\)", page.read_text("utf-8")):
+            there = (page.parent / path).resolve() if path else page
+            dead += [f"{page.name}: {path}#{anchor}"] * (there in names and anchor not in names[there])
+    assert dead == []
+
+
+def _anchors(text):
+    """Return the anchors that a forge gives to the headings of a page, and those that the page sets itself."""
+    text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S)
+    heads = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", head) for head in re.findall("^#+ +(.*)", text, re.M)]
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads} | {
+        *re.findall(r'<a id="([^"]+)"', text)
+    }
+
+
 @pytest.fixture
 def builder(scripts_on_path):
     """scripts/site.py, whose name is that of a module of Python."""
