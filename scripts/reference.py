@@ -19,7 +19,7 @@ import unfog
 from unfog.cli.help import listed_settings
 from unfog.cli.main import USAGE
 from unfog.cli.read_request import REQUESTS
-from unfog.config.advice import ADVICE
+from unfog.config.advice import all_advice
 from unfog.config.aliases import OUT, SAMPLING, USUAL
 from unfog.config.describe import Description, describe, field_texts, format_value
 from unfog.config.explain import describe_part, setting_rows
@@ -116,7 +116,7 @@ def words_page() -> str:
     lines += _table(("elsewhere", "here"), [(f"`{word}`", f"`{setting}`") for word, setting in sorted(USUAL.items())])
     lines += ["## Words without a setting", ""]
     by_advice: dict[str, list[str]] = {}
-    for word, advice in ADVICE.items():
+    for word, advice in all_advice().items():
         by_advice.setdefault(advice.text, []).append(word)
     rows = [(", ".join(f"`{word}`" for word in words), text) for text, words in by_advice.items()]
     lines += _table(("elsewhere", "here"), rows)
@@ -262,7 +262,7 @@ def _other_names() -> dict[str, list[str]]:
     names: dict[str, list[str]] = {}
     for word, setting in USUAL.items():
         names.setdefault(setting, []).append(word)
-    for word, advice in ADVICE.items():
+    for word, advice in all_advice().items():
         for setting in advice.settings:
             names.setdefault(setting, []).append(word)
     return names
