@@ -7,7 +7,10 @@ samplers.png, each with its labels in the picture. All rows of a picture begin a
 
     python scripts/draw_pictures.py --contest emoji-20m-default+tiny+muon-0 --images EMOJI --out emoji-20m.png
 
-puts real images above the stored samples of a run of benchmarks/quality.
+puts real images above the stored samples of a run of benchmarks/quality. Omit --images if those of the set have no
+licence, as those of CIFAR-10:
+
+    python scripts/draw_pictures.py --contest "cifar10-20m-default+tiny+muon-0" --out cifar10-20m.png
 
     python scripts/draw_pictures.py --rows cifar10-20m-denoising-diffusion-pytorch-0 cifar10-20m-diffusers-0 \\
         "cifar10-20m-default+tiny+muon-0" --out ../contest.png
@@ -88,21 +91,24 @@ DRAWN: dict[str, Callable[[unfog.Run, Path], list[tuple[str, Pixels]]]] = {
 }
 
 
-def beside_real(grid: Path, images: Path) -> Image.Image:
-    """Return the samples of a stored grid, below as many real images as it has columns."""
+def contest_samples(grid: Path, images: Path | None) -> Image.Image:
+    """Return the samples of a stored grid; with a folder of images, below as many real ones as it has columns."""
     made = Image.open(grid).convert("RGB")
     side, gap = 64, 2
+    above = TOP + side if images else 0
+    page = Image.new("RGB", (made.width, above + TOP + made.height), PAPER)
+    draw, font = ImageDraw.Draw(page), ImageFont.load_default(15)
+    draw.text((0, above + TOP / 2), "generated: the first samples, not chosen", INK, font, anchor="lm")
+    page.paste(made, (0, above + TOP))
+    if images is None:
+        return page
     columns = (made.width + gap) // (side + gap)
     files = sorted(images.rglob("*.png"))
-    page = Image.new("RGB", (made.width, 2 * TOP + side + made.height), PAPER)
-    draw, font = ImageDraw.Draw(page), ImageFont.load_default(15)
     draw.text((0, TOP / 2), f"real: {columns} of {len(files):,} images", INK, font, anchor="lm")
-    draw.text((0, 1.5 * TOP + side), "generated: the first samples, not chosen", INK, font, anchor="lm")
     for column in range(columns):
         real = Image.open(files[(2 * column + 1) * len(files) // (2 * columns)]).convert("RGB")
         real = real.resize((side // 2,) * 2, Image.Resampling.LANCZOS).resize((side,) * 2, Image.Resampling.NEAREST)
         page.paste(real, (column * (side + gap), TOP))
-    page.paste(made, (0, 2 * TOP + side))
     return page
 
 
@@ -157,7 +163,7 @@ def main() -> None:
         return
     if given.contest or given.rows:
         grids = [GRIDS / f"{name}.png" for name in given.rows or [given.contest]]
-        page = first_rows(grids) if given.rows else beside_real(grids[0], given.images)
+        page = first_rows(grids) if given.rows else contest_samples(grids[0], given.images)
         page.quantize(256, dither=Image.Dither.NONE).save(PICTURES / given.out, optimize=True)
         return
     run = unfog.load(given.run)
