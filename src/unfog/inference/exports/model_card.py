@@ -28,6 +28,7 @@ GRID = "samples.png"
 _LARGEST_REPORT = 2**30  # bytes of data.json, which names every file
 _CLASSES_NAMED = 100
 _LIBRARIES = {"diffusers": "diffusers", "onnx": "onnx"}  # other formats are of torch
+_FORMATS = {"run": "a run of EMA weights alone"}  # words on the card, where the name of a format says too little
 _NO_TASK = "other"  # of the Hub's tasks, for results, which need one
 
 
@@ -68,7 +69,7 @@ def model_card(run: LoadedRun, settings: CardSettings) -> str:
     sections = [
         f"# {_escaped(title)}",
         f"An image diffusion model, trained with Unfog {__version__}: step "
-        f"{run.step:,}, {_weights(run)} weights, as {settings.format}.",
+        f"{run.step:,}, {_weights(run)} weights, as {_FORMATS.get(settings.format, settings.format)}.",
         f"![Samples of the model]({GRID})\n\n*{_escaped(settings.grid)}*",
         f"## How to use it\n\n{settings.usage}",
         *_conditions_section(settings.conditions),
