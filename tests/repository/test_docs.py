@@ -107,3 +107,14 @@ def test_each_cell_about_devices_begins_with_what_is_proven():
         assert {re.split(r"\W", cell.strip())[0] for cell in cells} <= defined, what
         for cell in cells[1:]:  # where and when, of all but the CPU
             assert not cell.strip().startswith("seen") or re.match(r"seen on .+, .*20\d\d", cell.strip()), what
+
+
+def test_the_changelog_has_the_headings_of_keep_a_changelog():
+    kinds = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+    versions = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text("utf-8"), flags=re.MULTILINE)[1:]
+    assert versions
+    for version in versions:
+        assert re.match(r"\d+\.\d+\.\d+ \((unreleased|\d{4}-\d\d-\d\d)\)\n", version), version[:40]
+        found = re.findall(r"^### (.*)$", version, re.MULTILINE)
+        assert found
+        assert found == [kind for kind in kinds if kind in found], found
