@@ -15,6 +15,7 @@ import pytest
 
 import unfog
 from package_source import trees
+from unfog.cli.help import PAGES
 from unfog.cli.main import main
 from unfog.cli.parse import flags_of, parse_args
 from unfog.cli.read_request import REQUESTS, read_request
@@ -89,6 +90,15 @@ def test_help_all_has_every_flag_with_its_default(said):
 @pytest.mark.parametrize("command", sorted(set(REQUESTS) - set(TRAINING)))
 def test_other_commands_have_one_level(said, command):
     assert said(command, "--help") == said(command, "--help-all")
+
+
+@pytest.mark.parametrize("command", sorted(PAGES))
+def test_help_ends_with_the_page_of_the_command(said, command):
+    assert (REPOSITORY / PAGES[command]).is_file()
+    for flag in ("--help", "--help-all"):
+        last = said(command, flag).splitlines()[-1]
+        assert last.startswith("Its page: ")
+        assert Path(PAGES[command]).stem in last
 
 
 def test_every_setting_has_a_text():
