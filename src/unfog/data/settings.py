@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -201,6 +202,9 @@ class Data:
             )
         if len(self.map_values) % 3:
             raise RequestError(f"map_values has {len(self.map_values)} numbers, and each channel has three; omit it")
+        ends = zip(self.map_range[::2], self.map_range[1::2])
+        if len(self.map_range) % 2 or not all(low <= high < math.inf for low, high in ends):
+            raise RequestError("map_range is not a least and a largest value of each channel; omit it")
         if not is_auto(self, "map"):
             parse_maps(self.map)
             if self.dtype == "uint8":
