@@ -143,7 +143,7 @@ def test_pack_lists_only_what_it_reads(said):
 @pytest.mark.parametrize("name", sorted(TRAINING_ONLY))
 def test_pack_refuses_what_it_does_not_read(name):
     words = {"cache": "none", "cache_limit": "1gb", "flip": True, "aspect": "keep", "map": "minmax"}
-    other = (words | {"map_values": (0.0, 1.0, 1.0)}).get(name, 0.02)
+    other = (words | {"map_values": (0.0, 1.0, 1.0), "map_range": (0.0, 1.0)}).get(name, 0.02)
     with pytest.raises(RequestError, match="acts during training"):
         pack(PackRequest("fashion", Path("out"), Data(**{name: other})))
 
