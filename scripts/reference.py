@@ -19,7 +19,8 @@ import unfog
 from unfog.cli.help import listed_settings
 from unfog.cli.main import USAGE
 from unfog.cli.read_request import REQUESTS
-from unfog.config.aliases import ADVICE, OUT, SAMPLING, USUAL
+from unfog.config.advice import ADVICE
+from unfog.config.aliases import OUT, SAMPLING, USUAL
 from unfog.config.describe import Description, describe, field_texts, format_value
 from unfog.config.explain import describe_part, setting_rows
 from unfog.config.schema import Config

@@ -1,4 +1,4 @@
-"""Text for messages: sizes, and what comes from outside: credentials in URLs, control characters, odd file names."""
+"""Text for messages: sizes, counts, and words from outside: credentials in URLs, control characters, file names."""
 
 from __future__ import annotations
 
@@ -84,6 +84,12 @@ def format_bytes(count: float) -> str:
     if count >= 1e9:
         return f"{count / 1e9:,.1f} GB"
     return f"{count / 1e6:,.0f} MB" if count >= 1e7 else f"{count / 1e6:,.1f} MB"
+
+
+def plural(number: int, thing: str = "image") -> str:
+    """Return a count with its noun: "1 image", "2,000 classes"."""
+    plural = f"{thing[:-1]}ies" if thing.endswith("y") else f"{thing}es" if thing.endswith("s") else f"{thing}s"
+    return f"{number:,} {thing if number == 1 else plural}"
 
 
 def quote_words(words: Iterable[str]) -> str:

@@ -16,7 +16,8 @@ from package_source import trees
 from unfog.cli.main import main
 from unfog.cli.parse import flags_of, parse_args
 from unfog.cli.read_request import REQUESTS, read_request
-from unfog.config.aliases import ADVICE
+from unfog.config import advice
+from unfog.config.advice import ADVICE
 from unfog.config.describe import describe
 from unfog.config.explain import explain
 from unfog.config.presets import PRESETS, autoencoder_recipe, preset
@@ -303,6 +304,40 @@ def test_concepts_of_a_tutorial_are_explained(concept):
     assert CONCEPTS[concept] in " ".join(explain(concept).split())
 
 
+# What people who begin ask, as they ask it, and a word of the answer.
+QUESTIONS = {
+    "grad norm": "gradient_norm", "how many pictures": "unfog plan", "how long": "unfog plan", "too blurry": "fix-it",
+    "why grey": "fix-it", "my pictures are gray": "fix-it", "colors wrong": "fix-it", "only noise": "fix-it",
+    "why is it so slow": "slows a run down", "loss goes up": "stuck or only slow", "loss not going down": "find-lr",
+    "how big a batch": "training.batch", "picture size": "data.size", "learning rate too high": "optimizer.lr",
+    "learning rate schedule": "optimizer.schedule", "previews": "preview.every", "logs": "log.every",
+    "how do I stop it": "Ctrl-C", "continue training": "unfog resume", "use my gpu": "--device", "save": "saves itself",
+    "where are the samples": "samples/", "generate images": "unfog sample", "data augmentation": "data.augment",
+    "train test split": "data.held_out", "class conditional": "sub-folders", "photos from my phone": "HEIC",
+    "same picture": "--guidance 1", "disk space": "unfog cache", "export": "--format", "super resolution": "pairs",
+    "img2img": "--strength", "bigger network": "unet:channels", "best settings": "--preset", "adam": "adamw",
+    "number of images": "unfog plan", "few images": "--augment 0.15", "compare runs": "unfog serve",
+    "python": "unfog.train", "memorize": "copies", "fine tuning": "--init", "grayscale": "data.channels",
+    "16 bit": "data.dtype", "slurm": "slurm",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_questions_of_people_who_begin_are_answered(question):
+    assert QUESTIONS[question] in " ".join(explain(question).split())
+
+
+def test_each_word_has_one_advice_and_what_is_unknown_has_none():
+    words = [word for _, words in advice._WORDS for word in words.split()]
+    assert len(words) == len({*words})
+    assert all(advice.advice_on(word) is advice.ADVICE[word] for word in words)
+    for unknown in ("", "cats and dogs", "optimizer.lrr", "the of and"):
+        assert advice.advice_within(unknown) is None
+    for unknown in ("cats and dogs", "optimizer.lrr"):
+        with pytest.raises(RequestError, match="not a setting or a known word"):
+            explain(unknown)
+
+
 MISSPELLED = {"mode colapse": "mode-collapse", "Privcy": "privacy", "hiec": "heic", "--min_snrr": "min-snr"}
 
 
@@ -315,13 +350,13 @@ def test_near_words_of_a_misspelled_one_can_be_explained(said, word):
 
 def test_advice_names_commands_flags_and_pages_that_exist():
     flags = {flag for request in REQUESTS.values() for flag in flags_of(request)}
-    for word, advice in ADVICE.items():
-        assert {*re.findall(r"(?<=unfog )[a-z-]+", advice.text)} <= {*REQUESTS}, word
-        assert {*re.findall(r"--[a-z][\w.-]*\w", advice.text)} - {"--nproc-per-node"} <= flags, word
+    for word, given in ADVICE.items():
+        assert {*re.findall(r"(?<=unfog )[a-z-]+", given.text)} <= {*REQUESTS}, word
+        assert {*re.findall(r"--[a-z][\w.-]*\w", given.text)} - {"--nproc-per-node"} <= flags, word
         assert all(
-            (REPOSITORY / f"docs/{page}.md").is_file() for page in re.findall("unfog docs ([a-z-]+)", advice.text)
+            (REPOSITORY / f"docs/{page}.md").is_file() for page in re.findall("unfog docs ([a-z-]+)", given.text)
         )
-        assert {*advice.settings} <= {each.setting for each in describe(Config)}, word
+        assert {*given.settings} <= {each.setting for each in describe(Config)}, word
 
 
 @pytest.mark.parametrize("name", ["ddpm", "ddim", "heun", "dpmpp", "dpmpp-sde", "unipc", "adaptive", "edm"])

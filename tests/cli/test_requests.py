@@ -381,6 +381,16 @@ def test_values_of_a_flag_given_twice_are_quoted_in_the_remedy(refused):
     assert 'give all values after one flag: --prompt "a red cat" "a fish"' in said
 
 
+def test_all_unknown_flags_are_named_in_one_error_with_what_to_give_here(refused):
+    words = "train fashion --grad-clip 1 --lr 1 --warmup-steps=5000 --adam_beta1 -1 --adam_beta2 0.9 --strip --zzz"
+    said = refused(*words.split(), "--", "--not-a-flag")
+    names = "--grad-clip, --warmup-steps, --adam_beta1, --adam_beta2, --strip and --zzz"
+    assert f"{names} are not flags of unfog train. --grad-clip: did you mean --training.clip? " in said
+    assert "? --warmup-steps: did you mean --optimizer.warmup? " in said
+    assert "--adam_beta1, --adam_beta2: give --optimizer.betas" in said
+    assert said.strip().endswith("--strip: a flag of unfog sample. --zzz: see unfog train --help")
+
+
 @pytest.mark.slow
 def test_odd_places(refused, here, tmp_path):
     (here / "file").write_text("")
@@ -530,8 +540,8 @@ def test_paths_from_python(here):
 def test_no_folder_is_left_by_images_that_cannot_be_used(refused, here):
     (here / "photos").mkdir()
     (here / "photos/a.png").write_bytes(b"nothing")
-    assert "none of the 1 images" in refused("train", "photos")
-    assert "none of the 1 images" in refused("train", "photos", "--out", "new/run")
+    assert "none of 1 image in" in refused("train", "photos")
+    assert "none of 1 image in" in refused("train", "photos", "--out", "new/run")
 
 
 def test_drawing_from_python(here):

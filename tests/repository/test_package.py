@@ -15,17 +15,12 @@ from packaging.requirements import Requirement
 import unfog
 
 ROOT = Path(unfog.__file__).parents[2]
-pytestmark = pytest.mark.skipif(not (ROOT / "packaging").exists(), reason="installed without its repository")
-
+pytestmark = [
+    pytest.mark.skipif(not (ROOT / "packaging").exists(), reason="installed without its repository"),
+    pytest.mark.usefixtures("scripts_on_path"),
+]
 
 SOURCE, SITE = "https://host/us/unfog", "https://us.host/unfog"
-
-
-@pytest.fixture(autouse=True)
-def scripts_import_each_other(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-
-
 URLS = f'[project.urls]\nSource = "{SOURCE}"\nDocumentation = "{SITE}/"\n\n'
 
 

@@ -26,8 +26,7 @@ def test_pages_made_from_code_are_current():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_remedies_are_found_where_a_check_makes_them(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+def test_remedies_are_found_where_a_check_makes_them(scripts_on_path, monkeypatch, tmp_path):
     import reference
 
     (tmp_path / "checks").mkdir()
@@ -81,9 +80,8 @@ def _kinds(tree):
 
 
 @pytest.fixture
-def builder(monkeypatch):
+def builder(scripts_on_path):
     """scripts/site.py, whose name is that of a module of Python."""
-    monkeypatch.syspath_prepend(ROOT / "scripts")
     spec = importlib.util.spec_from_file_location("site_builder", ROOT / "scripts/site.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

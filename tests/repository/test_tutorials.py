@@ -22,8 +22,7 @@ LARGEST = 300_000  # bytes of a picture; the moving one of the README may have a
 
 
 @pytest.fixture
-def recorder(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+def recorder(scripts_on_path):
     import record_tutorials
 
     return record_tutorials
@@ -37,8 +36,7 @@ def notebook_recorder(recorder):
 
 
 @pytest.fixture
-def tutorial_images(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+def tutorial_images(scripts_on_path):
     import tutorial_images
 
     return tutorial_images

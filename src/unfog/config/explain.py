@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from unfog.config.aliases import ADVICE, USUAL, Advice, advice_on, advice_within, current_name
+from unfog.config.advice import ADVICE, Advice, advice_on, advice_within, parts_of
+from unfog.config.aliases import USUAL, current_name
 from unfog.config.describe import Description, describe, field_texts, format_value
 from unfog.config.presets import PRESETS
 from unfog.config.schema import Config
@@ -45,6 +46,7 @@ def explain(name: str) -> str:
     blocks = _blocks(name, settings) or _blocks(name.lower(), settings)
     if not blocks and (advice := advice_within(name)) is not None:
         blocks = [*_explain_advice(name, advice, settings)]
+    blocks = blocks or _blocks_within(name, settings)
     if not blocks:
         close = _near_words(name, settings)
         hint = f"did you mean {' or '.join(close)}?" if close else "`unfog explain` lists the sections"
@@ -83,6 +85,14 @@ def _blocks(name: str, settings: Sequence[Description]) -> list[str]:
         blocks = [*(_explain_advice(name, advice, [] if parts else settings) if advice is not None else []), *parts]
     # The last name alone, such as `warmup`, is tried after whole names and parts, as several sections may have it.
     return blocks or [_explain_setting(each) for each in settings if each.path[-1] == wanted]
+
+
+def _blocks_within(phrase: str, settings: Sequence[Description]) -> list[str]:
+    """Return the explanations for the longest part of a phrase that is a name, as of "how big a batch"; else []."""
+    if not re.fullmatch(r"[A-Za-z' ]+\??", phrase):  # of a misspelled name, similar ones are said
+        return []
+    names = (name for words in parts_of(phrase) for name in (" ".join(words), " ".join(words).removesuffix("s")))
+    return next((blocks for name in names if len(name) > 2 and (blocks := _blocks(name, settings))), [])
 
 
 def _explain_advice(name: str, advice: Advice, settings: Sequence[Description]) -> Iterator[str]:

@@ -408,7 +408,7 @@ class Run(LoadedRun):
             self.path.resolve().name,
             f"step {self.step:,}",
             self._weights(),
-            f"{generation.sampler.kind} {generation.sampler.steps} steps",
+            f"{generation.sampler.kind} {plural(generation.sampler.steps, 'step')}",
             *([f"guidance {spell_guidance(generation.guidance)}"] if generation.guidance != 1 else []),
             *([f"negative {sanitize(conditions.show_text(negative))}"] if negative else []),
             *([f"guide {guide}"] if guide else []),

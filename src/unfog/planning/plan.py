@@ -69,6 +69,8 @@ class Plan:
     """What compiling costs and gains; "" if it is not asked for."""
     quota: str = ""
     """What a CPU quota leaves of the cores; "" without one."""
+    doubt: str = ""
+    """Why the measured times are not to be trusted; "" if they are, or if none was measured."""
 
     def __repr__(self) -> str:
         return f"<{self.lines()[0]}>"
@@ -80,7 +82,7 @@ class Plan:
         """Return the plan as lines of text."""
         training = self.config.training
         sides, count = self.config.image_format.sides, f"{self.parameters / 1e6:.2f}M parameters"
-        title = f"plan: {count}, {self.images:,} images of {sides}, batches of {training.batch:,}"
+        title = f"plan: {count}, {plural(self.images)} of {sides}, batches of {training.batch:,}"
         apart = self.processes > 1
         forward, peak = _format_flops(self.work.forward), format_bytes(self.memory.peak)
         several = f"{self.processes:,} processes, {'the network divided' if training.shard else 'each with all'}: "
@@ -107,7 +109,7 @@ class Plan:
         rows = {"kept by its graph": memory.graph}
         rows |= {"sampling a preview": memory.drawing, "held-out loss": memory.measuring}
         rows |= {"checkpoint (host)": memory.snapshot, "images (host)": memory.images}
-        # Half precision makes a step smaller, and a graph is kept beside what is evaluated.
+        # Why evaluation may take more than a step, which half precision makes smaller.
         beside = ", beside the graph" if memory.graph else ""
         why = {"held-out loss": f": in fp32{beside}"} if memory.measuring > max(step.total, memory.drawing) else {}
         lines = [(f"  {name}", format_bytes(count) + why.get(name, "")) for name, count in rows.items() if count]
@@ -117,6 +119,7 @@ class Plan:
         times = {name: format_time(time) for name, time in self.times.items() if name != "in all"}
         if all(time == "?" for time in times.values()):
             return []
+        times["step"] += f"; {self.doubt}" * bool(self.doubt)
         return [(f"  {'a step' if name == 'step' else name.removesuffix(' images')}", t) for name, t in times.items()]
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,6 +143,7 @@ class Plan:
             "seconds": json_values(self.times),
             "compiling": self.compiling,
             "quota": self.quota,
+            "doubt": self.doubt,
             "disk": list(self.disk),
             "transfer": self.transfer,
             "findings": [{**{name: getattr(f, name) for name in _OF_FINDING}, **f.facts} for f in self.findings],
@@ -187,6 +191,7 @@ def plan(request: PlanRequest) -> Plan:
         findings=(*fatal, *findings, *_time_findings(times["in all"])),
         compiling=_describe_compiling(auto),
         quota="" if target else describe_quota(),
+        doubt=auto.doubt_of_pace if auto.machine.timed else "",
     )
 
 

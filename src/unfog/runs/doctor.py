@@ -109,7 +109,7 @@ def _check_planned_run(
     config, pace = auto.config, auto.seconds_per_step()
     findings = check_settings(config, prepared, device, pace)
     if findings[0].severity != "fatal":
-        findings.append(training_length_guide(config, prepared, pace))
+        findings.append(training_length_guide(config, prepared, pace, auto.doubt_of_pace))
         if not quick:
             state, images = build_state(config, device), one_size.as_network_input.train
             findings.append(overfit_one_batch(config, state, images, stop))

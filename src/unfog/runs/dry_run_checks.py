@@ -31,7 +31,7 @@ from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import DRY_RUN, Finding
 from unfog.reporting.log_settings import Log
-from unfog.reporting.progress import Progress, format_bytes
+from unfog.reporting.progress import Progress, format_bytes, plural
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.evaluation_hook import MIN_SAMPLES, TRIAL_SAMPLES
 from unfog.runs.ranks import RunContext
@@ -176,7 +176,7 @@ class _DryRun:
         return [
             _steps_trained(self.folder, self.state, training.batch, self.steps, seconds),
             moved,
-            *_slowest(self.folder, "preview", "preview", f"{self.config.preview.images} samples generated"),
+            *_slowest(self.folder, "preview", "preview", f"{plural(self.config.preview.images, 'sample')} generated"),
             *_slowest(self.folder, "evaluation", "evaluated", "held-out loss measured"),
             _passed("checkpoint", written, seconds=stall, bytes=stored),
             _passed("report", f"a report of {format_bytes(page)} written", bytes=page),
@@ -217,7 +217,7 @@ class _DryRun:
         """Load a new network from the run folder alone and sample, as `unfog sample` does."""
         self.loaded = Run(self.folder.path, device=str(self.device))
         count = len(self.loaded.sample(_SAMPLES, batch=_SAMPLES))
-        return self._finding(f"{count} samples generated from the saved run")
+        return self._finding(f"{plural(count, 'sample')} generated from the saved run")
 
     def _export(self) -> list[Finding]:
         """Compare the outputs of the exported network in diffusers; a hint if it is missing or has no such network."""
@@ -307,7 +307,7 @@ def _steps_trained(folder: RunFolder, state: TrainState, batch: int, steps: int,
     if skipped:
         said = f"{skipped} of {steps} steps were skipped, as their gradient is not finite"
         return Finding(f"{DRY_RUN}.training", "warning", said, "--precision fp32, or bf16", facts)
-    said = f"{steps} steps of {batch} images trained, {first:.2g} s the first and {last:.2g} s the last"
+    said = f"{steps} steps of {plural(batch)} trained, {first:.2g} s the first and {last:.2g} s the last"
     # A step that only lowers the loss scale is expected of fp16, and so no warning, unlike those counted above.
     if state.updates < steps:
         said += f"; fp16's loss scale came down to {state.precision.scale:g} meanwhile, as it does in any run"

@@ -315,7 +315,7 @@ class Session(StoppableHooks):
             _say_that_threads_spin()
         say(
             f"{'training' if fresh else 'resuming'} {parameters / 1e6:.2f}M parameters in {self.context.folder.path}: "
-            f"steps {self.step:,} to {self.steps:,} of {training.batch} images, "
+            f"steps {self.step:,} to {self.steps:,} of {plural(training.batch)}, "
             f"{training.precision} on {training.device}"
         )
         if quota := describe_quota():
@@ -379,14 +379,15 @@ class Session(StoppableHooks):
             index = [int(self.stream.batch(place, 1).index[0]) for place in report.images]
             names = [self.dataset.train.names[i] for i in index]
             fields |= {"images": names, "levels": report.levels, "layer": report.where, "phase": report.phase}
-            high = describe_high_rate(self.config, sum(p.numel() for p in state.model.parameters()))
+            parameters = sum(p.numel() for p in state.model.parameters())
+            high = describe_high_rate(self.config, parameters, state.guard.lr_scale)
             warn(f"step {self.step:,} was skipped: {high}{report.describe(names)}")
         self.recorder.event("step_refused", self.step, **fields)
 
     def on_out_of_memory(self, state: TrainState) -> None:
         now = microbatch_size(self.config.training, state)
         checkpointing = getattr(state.model, "checkpointing", False)
-        how = "one at a time with gradient checkpointing" if checkpointing else f"{now:,} images at a time"
+        how = "one at a time with gradient checkpointing" if checkpointing else f"{plural(now)} at a time"
         self.recorder.warn(self.step, f"out of memory; continuing with {how}, at the same batch size")
         self.recorder.event("out_of_memory", self.step, microbatch=now, checkpointing=checkpointing)
 

@@ -77,7 +77,7 @@ class TimeBudget:
         self._active_before = 0.0  # time of that, without pauses
 
     def describe_start(self, recorded: float) -> str:
-        """Describe the time before the last `recorded` seconds; "" if it is little of the budget."""
+        """Describe how long the start took, before the `recorded` seconds of the session; "" if that is little."""
         spent = self._clock() - self._began - recorded
         return f"; starting up took {format_duration(spent)}" if spent > _SAID_START * self.seconds else ""
 
@@ -131,7 +131,10 @@ class TimeBudget:
             )
 
     def affordable(self, due: list[str]) -> list[str]:
-        """Return which of the hooks can be called before the first step, if they are to be called at the end too."""
+        """Return the hooks of `due` to call before the first step.
+
+        They are so few that they take at most their share of the budget if they are called again after the last step.
+        """
         kept = list(due)
         for name in ("evaluate", "preview"):
             if 2 * self.step_seconds * sum(map(self._cost, kept)) > _MOST * self.seconds and name in kept:
@@ -139,7 +142,10 @@ class TimeBudget:
         return kept
 
     def evaluates_at_end(self, stretch: int) -> bool:
-        """Return whether to evaluate after the last step: also where nothing is between, if it takes little."""
+        """Return whether to evaluate after the last step.
+
+        A plan without evaluations in between, of `stretch` 0, has one there only if that takes little of the budget.
+        """
         return self._every.evaluate > 0 and (stretch > 0 or bool(self.affordable(["evaluate"])))
 
     def due(self, step: int, last: bool) -> bool:

@@ -320,7 +320,8 @@ def _comparison_figure(drawn: Pixels, data: Pixels) -> Figure:
     return Figure("Generated images and training images", picture)
 
 
-# A distance of more than so many times the largest of random halves of the real images is a hint, or a warning.
+# Times the largest distance between random halves of the real images from which on that of the samples is a hint, or a
+# warning.
 _MORE, _FAR = 1.25, 4.0
 _CHARTS = 4  # of the farthest channels
 _WHAT = {
@@ -333,7 +334,7 @@ _WHAT = {
 def check_values(samples: ValueSource, real: RealImages, unready: str, longer: str) -> list[Finding]:
     """Compare generated images [N, C, H, W] with training images of the same channels.
 
-    `unready` is the remedy for a network that has not learned yet, "" for one that has; `longer` is that of others.
+    `unready` is the remedy if the network has not learned yet, "" if it has, for which `longer` is the remedy.
     """
     measured = real.measure(samples)
     results, curves = real.compare(VALUE_METRICS, measured), real.curves(VALUE_METRICS, measured)

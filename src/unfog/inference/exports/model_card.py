@@ -18,7 +18,7 @@ from unfog.inference.loaded_run import LoadedRun
 from unfog.process.machine_key import machine_key
 from unfog.process.run_folder import source_name
 from unfog.reporting.records import read_object
-from unfog.text import sanitize
+from unfog.text import plural, sanitize
 from unfog.values.condition_format import TEXT
 from unfog.values.condition_kinds import ColumnFacts, kind_of
 from unfog.values.kinds.image_kinds import image_columns
@@ -117,7 +117,7 @@ def _data(run: LoadedRun) -> _Data:
     used, held_out = (report.get(key) for key in ("used", "held_out"))
     known = isinstance(used, int) and isinstance(held_out, int)
     values = config.image_format.values
-    sizes = [f"{one.sides} ({one.images:,} images)" for one in config.size_buckets]
+    sizes = [f"{one.sides} ({plural(one.images)})" for one in config.size_buckets]
     rows = [
         ("source", name),
         ("images", f"{used:,}, of which {held_out:,} were held out of training" if known else "not recorded"),
@@ -148,11 +148,11 @@ def _training(run: LoadedRun) -> list[tuple[str, str]]:
         "objective": ", ".join(f"{name} {format_spec(part)}" for name, part in parts.items()),
         "started from": sanitize(started),
         "autoencoder": config.representation.summary(),
-        "steps, batch": f"{run.step:,} steps of {training.batch:,} images",
+        "steps, batch": f"{plural(run.step, 'step')} of {plural(training.batch)}",
         "optimizer": f"{format_spec(config.optimizer.method)}, learning rate {config.optimizer.lr:g}",
         "EMA": format_spec(config.ema),
         "precision, seed": f"{training.precision}, {training.seed}",
-        "sampler": f"{config.sampler.kind}, {config.sampler.steps} steps, guidance {config.usual_guidance:g}",
+        "sampler": f"{config.sampler.kind}, {plural(config.sampler.steps, 'step')}, guidance {config.usual_guidance:g}",
     }
     return [(name, value) for name, value in rows.items() if value]
 
