@@ -80,9 +80,11 @@ def sanitize(name: str) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Return bytes as text: "0.2 MB", "340 MB", "1.6 GB"."""
+    """Return bytes as text: "under 0.1 MB", "0.2 MB", "340 MB", "1.6 GB"."""
     if count >= 1e9:
         return f"{count / 1e9:,.1f} GB"
+    if count < 1e5:
+        return "under 0.1 MB" if count > 0 else "0 MB"
     return f"{count / 1e6:,.0f} MB" if count >= 1e7 else f"{count / 1e6:,.1f} MB"
 
 
