@@ -82,7 +82,9 @@ def _check_source_images(prepared: Dataset, config: Config, stop: StopSignals) -
         findings = check_images(prepared, config, update)
         if Pack.is_at(Path(config.source)):
             findings.append(_check_pack(Path(config.source), update))
-    sheet = Figure("Contact sheet", contact_sheet(prepared, Augment.from_settings(config.data), config.training.seed))
+    seen = contact_sheet(prepared, Augment.from_settings(config.data), config.training.seed)
+    changed = "Some are changed by --augment, as in training; samples do not show it." if config.data.augment else ""
+    sheet = Figure("Contact sheet", seen, caption=changed)
     return [*findings, Finding("data.seen", "fine", "the contact sheet shows the network's input", figures=(sheet,))]
 
 

@@ -49,7 +49,7 @@ _STEPS = 2
 _MAX_STEPS = 16  # fp16's loss scale begins at 2^16 and halves where it is too large: after 16 steps it is 1
 _SAMPLES = 4
 _FINAL_IMAGES = 4  # drawn at both ends of the resume, and as the last image of both sessions
-_AIM, _MOST_SECONDS = 30.0, 90.0  # seconds that the parts are shortened to, and after which none is begun
+_AIM, _MOST_SECONDS = 20.0, 90.0  # seconds that the parts are shortened to, and after which none is begun
 # Images of a training batch, previews, sampling steps and evaluated images below which none is shortened.
 _LEAST = {"batch": 4, "preview": 1, "steps": 4, "evaluate": 2}
 _EXPORT_TOLERANCE = 1e-4  # of the largest output: what rounding may change between our network and diffusers'
@@ -77,7 +77,7 @@ class Trial(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, held_out: int, seconds_per_step: float) -> Trial:
-        """Halve what takes longest until all parts fit into half a minute, or nothing can be halved."""
+        """Halve what takes longest until all parts fit into twenty seconds, or nothing can be halved."""
         per_image, sizes = seconds_per_step / config.training.batch, _sizes(config)
         now = dict(sizes)
         try:
