@@ -11,13 +11,10 @@ pytestmark = pytest.mark.skipif(not (ROOT / "scripts").exists(), reason="install
 ROW = 'date = 2026-11-20\nmachine = "A"\ncommand = "run"\nnote = "ran"\n'
 
 
-@pytest.fixture(scope="module")
-def ledger():
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        import ledger as module
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
+@pytest.fixture
+def ledger(scripts_on_path):
+    import ledger as module
+
     return module
 
 

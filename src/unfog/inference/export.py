@@ -48,7 +48,7 @@ from unfog.pipeline.generate import GenerationSettings, sample_grid
 from unfog.pipeline.latents import open_run_autoencoder
 from unfog.reporting.image_grids import Pixels, save_png
 from unfog.reporting.progress import say
-from unfog.text import sanitize
+from unfog.text import plural, sanitize
 
 _DESCRIPTION, _WEIGHTS, SOURCE = "model.json", "model.safetensors", "network.py"
 # Largest difference between the outputs of the run and of its export, over the largest output.
@@ -176,10 +176,12 @@ def _card_grid(job: _Export) -> tuple[Pixels, str]:
     count = _SAMPLES if not classes else len(classes) * max(1, _SAMPLES // len(classes))
     # Of many classes one sample each would be a page of samples.
     count = count if count <= 2 * _SAMPLES else _SAMPLES
-    say(f"  drawing {count} samples for the model card")
+    say(f"  drawing {plural(count, 'sample')} for the model card")
     config = job.run.config
     samples = config.view(config.image_format.to_pictures(draw_samples(config, job.network, job.sampler, count)))
-    caption = f"{count} samples of seed 0, {job.sampler.kind} in {job.sampler.steps} steps, not selected"
+    caption = (
+        f"{plural(count, 'sample')} of seed 0, {job.sampler.kind} in {plural(job.sampler.steps, 'step')}, not selected"
+    )
     caption += "; conditions besides the class are open" * bool(config.columns)
     named = f"; {sanitize(', '.join(classes))}" if 1 < len(classes) <= _SAMPLES else ""
     return sample_grid(samples, classes), f"{caption}{named}"

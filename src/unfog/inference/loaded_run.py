@@ -26,7 +26,7 @@ from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import warn
-from unfog.text import sanitize
+from unfog.text import plural, sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.format import CheckpointInfo
 from unfog.training.checkpoints.load import load_weights
@@ -151,7 +151,7 @@ class LoadedRun:
         return {
             "network": f"{kind}, {parameters / 1e6:.2f}M parameters",
             "images": str(config.image_format),
-            "classes": f"{len(self.classes)} classes" if self.classes else "no classes",
+            "classes": plural(len(self.classes), "class") if self.classes else "no classes",
         }
 
     def __repr__(self) -> str:
