@@ -113,7 +113,7 @@ def _check_loss(
     if trend is None:
         return finding("fine", f"the loss is {values[-1]:.3g}; it is too early for a trend")
     facts |= trend._asdict()
-    known = "" if of_pixelwise is None else f", {of_pixelwise:.2f} of the loss of predicting each pixel by itself"
+    known = _compare_with_pixelwise(of_pixelwise)
     if trend.rises:
         evidence = f"the loss rises, by {-trend.fall:.0%} with twice the images; it is {trend.last:.3g}{known}"
         return finding("warning", evidence, record.stability_remedy(None))
@@ -125,6 +125,15 @@ def _check_loss(
     return finding(
         "fine", f"the loss has levelled off at {trend.last:.3g}{known} ({-trend.fall:+.1%} with twice the images)"
     )
+
+
+def _compare_with_pixelwise(relative: float | None) -> str:
+    """Compare a loss with that of the best guess of each pixel from itself alone; "" where that is not known."""
+    if relative is None:
+        return ""
+    if round(relative, 2) >= 1:
+        return ", no better than a guess of each pixel alone"
+    return f", {relative:.2f} times that of a guess of each pixel alone"
 
 
 def _train_longer(record: RunRecord, trend: _Trend) -> str:
