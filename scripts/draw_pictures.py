@@ -7,11 +7,14 @@ samplers.png, each with its labels in the picture. All rows of a picture begin a
 
     python scripts/draw_pictures.py --contest emoji-20m-default+tiny+muon-0 --images EMOJI --out emoji-20m.png
 
-puts real images above the stored samples of a run of benchmarks/quality.
+puts real images above the stored samples of a run of benchmarks/quality. Omit --images if those of the set have no
+licence, as those of CIFAR-10:
+
+    python scripts/draw_pictures.py --contest "cifar10-20m-default+tiny+muon-0" --out cifar10-20m.png
 
     python scripts/draw_pictures.py --contest-of-all
 
-writes ../contest.png: the real images of cifar10-20m.png, and below them the first two rows of each such run.
+writes ../contest.png: the first two rows of several such runs, each below its name.
 
     unfog sample runs/textures.npy -n 8 --steps 16 --out FOLDER && python scripts/draw_pictures.py --tiles FOLDER
 
@@ -102,21 +105,24 @@ DRAWN: dict[str, Callable[[unfog.Run, Path], list[tuple[str, Pixels]]]] = {
 }
 
 
-def beside_real(grid: Path, images: Path) -> Image.Image:
-    """Return the samples of a stored grid, below as many real images as it has columns."""
+def contest_samples(grid: Path, images: Path | None) -> Image.Image:
+    """Return the samples of a stored grid; with a folder of images, below as many real ones as it has columns."""
     made = Image.open(grid).convert("RGB")
     side, gap = 64, 2
+    above = TOP + side if images else 0
+    page = Image.new("RGB", (made.width, above + TOP + made.height), PAPER)
+    draw, font = ImageDraw.Draw(page), ImageFont.load_default(15)
+    draw.text((0, above + TOP / 2), "generated: the first samples, not chosen", INK, font, anchor="lm")
+    page.paste(made, (0, above + TOP))
+    if images is None:
+        return page
     columns = (made.width + gap) // (side + gap)
     files = sorted(images.rglob("*.png"))
-    page = Image.new("RGB", (made.width, 2 * TOP + side + made.height), PAPER)
-    draw, font = ImageDraw.Draw(page), ImageFont.load_default(15)
     draw.text((0, TOP / 2), f"real: {columns} of {len(files):,} images", INK, font, anchor="lm")
-    draw.text((0, 1.5 * TOP + side), "generated: the first samples, not chosen", INK, font, anchor="lm")
     for column in range(columns):
         real = Image.open(files[(2 * column + 1) * len(files) // (2 * columns)]).convert("RGB")
         real = real.resize((side // 2,) * 2, Image.Resampling.LANCZOS).resize((side,) * 2, Image.Resampling.NEAREST)
         page.paste(real, (column * (side + gap), TOP))
-    page.paste(made, (0, 2 * TOP + side))
     return page
 
 
@@ -145,13 +151,12 @@ def densities(run: unfog.Run, real: Path) -> Image.Image:
 
 
 def contest() -> Image.Image:
-    """Return real images, and the first two rows of several stored grids, each below its name."""
-    real = Image.open(PICTURES / "cifar10-20m.png").convert("RGB")  # `beside_real` drew it
-    parts = [("real images", real.crop((0, TOP, real.width, TOP + CELL)))]
+    """Return the first two rows of several stored grids, each below its name."""
+    parts = []
     for name, grid in CONTEST.items():
         drawn = Image.open(GRIDS / f"{grid}.png").convert("RGB")
         parts.append((name, drawn.crop((0, 0, drawn.width, 2 * CELL + 2))))
-    page = Image.new("RGB", (real.width, sum(TOP + part.height for _, part in parts)), PAPER)
+    page = Image.new("RGB", (parts[0][1].width, sum(TOP + part.height for _, part in parts)), PAPER)
     draw, font, y = ImageDraw.Draw(page), ImageFont.load_default(18), 0
     for name, part in parts:
         draw.text((0, y + TOP / 2), name, INK, font, anchor="lm")
@@ -192,7 +197,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, nargs="?")
     parser.add_argument("--only", nargs="*", default=list(DRAWN), choices=DRAWN)
     parser.add_argument("--contest", help="name of a stored grid")
-    parser.add_argument("--contest-of-all", action="store_true", help="several stored grids below real images")
+    parser.add_argument("--contest-of-all", action="store_true", help="several stored grids")
     parser.add_argument("--conditions", type=Path, nargs=3, metavar="PICTURE", help="of image_conditions.py")
     parser.add_argument("--tiles", type=Path, metavar="FOLDER", help="seamless samples")
     parser.add_argument("--images", type=Path, help="the images of the contest")
@@ -205,7 +210,7 @@ def main() -> None:
         channels(given.channels).save(PICTURES / "channels.png", optimize=True)
         return
     if given.contest:
-        page = beside_real(GRIDS / f"{given.contest}.png", given.images)
+        page = contest_samples(GRIDS / f"{given.contest}.png", given.images)
         page.quantize(256, dither=Image.Dither.NONE).save(PICTURES / given.out, optimize=True)
         return
     if given.contest_of_all:
