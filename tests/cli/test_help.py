@@ -15,6 +15,7 @@ import pytest
 
 import unfog
 from package_source import trees
+from unfog.cli.help import PAGES
 from unfog.cli.main import main
 from unfog.cli.parse import flags_of, parse_args
 from unfog.cli.read_request import REQUESTS, read_request
@@ -91,6 +92,15 @@ def test_other_commands_have_one_level(said, command):
     assert said(command, "--help") == said(command, "--help-all")
 
 
+@pytest.mark.parametrize("command", sorted(PAGES))
+def test_help_ends_with_the_page_of_the_command(said, command):
+    assert (REPOSITORY / PAGES[command]).is_file()
+    for flag in ("--help", "--help-all"):
+        last = said(command, flag).splitlines()[-1]
+        assert last.startswith("Its page: ")
+        assert Path(PAGES[command]).stem in last
+
+
 def test_every_setting_has_a_text():
     for kind in REQUESTS.values():
         for each in describe(kind):
@@ -133,7 +143,7 @@ def test_pack_lists_only_what_it_reads(said):
 @pytest.mark.parametrize("name", sorted(TRAINING_ONLY))
 def test_pack_refuses_what_it_does_not_read(name):
     words = {"cache": "none", "cache_limit": "1gb", "flip": True, "aspect": "keep", "map": "minmax"}
-    other = (words | {"map_values": (0.0, 1.0, 1.0)}).get(name, 0.02)
+    other = (words | {"map_values": (0.0, 1.0, 1.0), "map_range": (0.0, 1.0)}).get(name, 0.02)
     with pytest.raises(RequestError, match="acts during training"):
         pack(PackRequest("fashion", Path("out"), Data(**{name: other})))
 

@@ -57,6 +57,7 @@ HIDDEN = (
     "buckets",
     "fingerprint",
     "data.map_values",
+    "data.map_range",
     "data.unknown_share",
     "data.unknown_mask",
     "init.sha256",
@@ -309,7 +310,7 @@ TABLE = [
     ("evaluate runs/photos --metric fid", "but of unfog ema-sweep; did you mean --metrics?"),
     (
         "train fashion --network unet:channels=32/64",
-        "attention has 3 entries, but channels has 2 levels; give one 1 or 0 for each level: attention=0/1",
+        "attention has 3 entries, but channels has 2 levels; try attention=0/1",
     ),
     ("train fashion --flip true", "--flip takes no value; write"),
     ("train fashion --flip=true", "--flip takes no value"),

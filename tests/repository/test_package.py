@@ -4,6 +4,7 @@ import importlib
 import re
 import runpy
 import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -163,3 +164,17 @@ def test_images_are_built_of_files_that_are_there(name):
     assert files
     assert all((ROOT / file).exists() for file in files)
     assert files == let_through
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
+def test_images_read_remote_shards_unless_other_extras_are_asked_for(name):
+    """pip takes no empty brackets: `EXTRAS=` is the package alone."""
+    text = (ROOT / name).read_text()
+    default = re.search(r"^ARG EXTRAS=(.+)$", text, re.MULTILINE)[1]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(default.split(",")) == {"s3", "http"} <= set(extras)
+    (words,) = re.findall(r'pip install .* ("\.\$.*") \\$', text, re.MULTILINE)
+    for given, expected in ((default, f".[{default}]"), ("all", ".[all]"), ("", ".")):
+        shell = ["sh", "-c", f"printf %s {words}"]
+        said = subprocess.run(shell, env={"EXTRAS": given, "PATH": "/bin:/usr/bin"}, capture_output=True, text=True)
+        assert said.stdout == expected

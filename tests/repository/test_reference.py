@@ -133,6 +133,22 @@ def test_items_of_lists_keep_their_paragraphs_tables_and_code_on_the_site(builde
     )
 
 
+def test_install_lines_of_the_front_page_are_tabs_on_the_site(builder):
+    text = builder.systems_as_tabs((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert re.findall(r'^=== "(.*)"$', text, re.M) == ["Windows (PowerShell)", "macOS", "Linux"]
+    assert text.count('\n        pip install torch\n        pip install ".[all]"\n\n') == 3  # in their tabs
+    other = "**Linux** is proven.\n\nText.\n\n**Good samples.** Text:\n\n    code\n"
+    assert builder.systems_as_tabs(other) == other
+
+
+def test_code_in_tables_is_broken_at_spaces_alone(builder):
+    page = "<p><code>a b</code></p><td><code>--data.cache-limit 1</code> <b>x</b></td>\n<td>1.5 <code>[0.5]</code></td>"
+    assert builder.keep_words_whole(page) == (
+        "<p><code>a b</code></p><td><code><span>--data.<wbr>cache-limit</span> <span>1</span></code> <b>x</b></td>\n"
+        "<td>1.5 <code><span>[0.5]</span></code></td>"
+    )
+
+
 def test_links_to_files_are_text_or_addresses_of_the_repository(builder, monkeypatch):
     text, page = "[a](../src/unfog/text.py#L3) and [b](guide.md#x)", ROOT / "docs/sampling.md"
     monkeypatch.setattr(builder, "addresses", dict)

@@ -31,6 +31,7 @@ from unfog.reporting.findings import Finding
 from unfog.reporting.notebook import preformatted
 from unfog.reporting.progress import format_bytes, format_duration, plural
 from unfog.reporting.records import json_values
+from unfog.text import LEAST_SHOWN
 from unfog.training.stability.out_of_memory import microbatch_size
 
 _LONG = 30 * 86400.0  # seconds from which on a plan warns
@@ -103,9 +104,8 @@ class Plan:
 
     def _memory_rows(self) -> list[tuple[str, str]]:
         memory, step = self.memory, self.memory.step
-        largest = sorted(((count, name) for name, count in step.parts.items() if count), reverse=True)
-        told = [(format_bytes(count), name) for count, name in largest]
-        parts = ", ".join(f"{name} {count}" for count, name in told if count != format_bytes(0))
+        largest = sorted(((count, name) for name, count in step.parts.items() if count >= LEAST_SHOWN), reverse=True)
+        parts = ", ".join(f"{name} {format_bytes(count)}" for count, name in largest)
         rows = {"kept by its graph": memory.graph}
         rows |= {"sampling a preview": memory.drawing, "held-out loss": memory.measuring}
         rows |= {"checkpoint (host)": memory.snapshot, "images (host)": memory.images}

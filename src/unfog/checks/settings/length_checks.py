@@ -83,9 +83,13 @@ def format_count(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def check_length(config: Config, prepared: Dataset) -> Finding:
-    """Check that the run is long enough for recognisable samples, and not so long that it memorizes a small set."""
-    images, batch, pictures = config.training.images, config.training.batch, len(prepared.train)
+def check_length(config: Config, prepared: Dataset, steps: int = 0) -> Finding:
+    """Check that the run is long enough for recognisable samples, and not so long that it memorizes a small set.
+
+    `steps` is its length as planned by a time budget; 0: that of the settings.
+    """
+    batch, pictures = config.training.batch, len(prepared.train)
+    images = steps * batch or config.training.images
     low, high = _milestones(config.image_format.square_side)["recognisable"]
     steps, epochs, memorized_at = images // batch, images / pictures, _MANY_EPOCHS * pictures
     # Weights of another run have seen images before, so neither limit is known for them.
