@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from waiting import wait_until
+
 CHROMIUM = shutil.which("chromium")
 IN_A_BROWSER = (
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed: apt-get install chromium"),
@@ -29,6 +31,11 @@ def axe_violations(page):
     page.evaluate((Path(__file__).with_name("vendored") / "axe.min.js").read_text())
     found = page.evaluate("axe.run(document, {resultTypes: ['violations']}).then((r) => r.violations)")
     return [f"{one['id']}: {node['target']} {node['html'][:160]}" for one in found for node in one["nodes"][:3]]
+
+
+def until(page, expression, seconds=120):
+    """Wait until an expression is true. Playwright's own way evaluates text in the page, which its policy forbids."""
+    wait_until(lambda: page.evaluate(expression), seconds)
 
 
 @contextmanager

@@ -95,6 +95,12 @@ def _own_cache(_nobodys_cache, monkeypatch):
     monkeypatch.setenv("UNFOG_CACHE", str(cache))
 
 
+@pytest.fixture
+def scripts_on_path(monkeypatch):
+    """Let a test import what is in scripts/, whose modules import each other."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "scripts")
+
+
 if "UNFOG_TESTS" not in os.environ:  # else this is a worker of xdist
     os.environ["UNFOG_TESTS"] = tempfile.mkdtemp(prefix="unfog-tests-")
     atexit.register(shutil.rmtree, os.environ["UNFOG_TESTS"], ignore_errors=True)

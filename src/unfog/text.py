@@ -1,4 +1,4 @@
-"""Text for messages: sizes, and what comes from outside: credentials in URLs, control characters, odd file names."""
+"""Text for messages: sizes, counts, and words from outside: credentials in URLs, control characters, file names."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 MARK = "Unfog"
 """Text "Software" of a PNG file, and comment of a GIF file, that Unfog has written; see `data.sources.folder`."""
 
+LEAST_SHOWN = 1e5
+"""Bytes below which `format_bytes` does not say how many."""
 # A scheme of any length would take the square of the length of a long word.
 # `Path` leaves one slash, which is taken for that of a URL after these alone: /usr/bin:/home is a list of folders.
 _SCHEME = r"(?:[a-z][a-z0-9+]{0,30}://|(?:https?|ftps?|sftp|ssh|s3a?|gs|gcs|az|abfss?|hf|webdavs?):/)"
@@ -80,10 +82,18 @@ def sanitize(name: str) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Return bytes as text: "0.2 MB", "340 MB", "1.6 GB"."""
+    """Return bytes as text: "under 0.1 MB", "0.2 MB", "340 MB", "1.6 GB"."""
     if count >= 1e9:
         return f"{count / 1e9:,.1f} GB"
+    if count < LEAST_SHOWN:
+        return "under 0.1 MB" if count > 0 else "0 MB"
     return f"{count / 1e6:,.0f} MB" if count >= 1e7 else f"{count / 1e6:,.1f} MB"
+
+
+def plural(number: int, thing: str = "image") -> str:
+    """Return a count with its noun: "1 image", "2,000 classes"."""
+    plural = f"{thing[:-1]}ies" if thing.endswith("y") else f"{thing}es" if thing.endswith("s") else f"{thing}s"
+    return f"{number:,} {thing if number == 1 else plural}"
 
 
 def quote_words(words: Iterable[str]) -> str:

@@ -277,18 +277,20 @@ def test_captions_and_pictures_of_editors_are_told_apart_from_other_files(tmp_pa
     (tmp_path / "notes.txt").touch()
     (tmp_path / "0.psd").touch()
     (tmp_path / "broken.png").write_bytes(b"no picture")
-    told = {
-        condition: by_code(
-            quick_check_images(
-                prepare(open_source(str(tmp_path)), replace(IN_MEMORY, condition=condition, size=8)), Config()
-            )
-        )["data.ledger"]
-        for condition in ("text", "")
-    }
-    assert "; 6 captions; 2 other files ignored (" in told["text"].evidence
+
+    def ledger(condition: str) -> Finding:
+        prepared = prepare(open_source(str(tmp_path)), replace(IN_MEMORY, condition=condition, size=8))
+        return by_code(quick_check_images(prepared, Config()))["data.ledger"]
+
+    told = {condition: ledger(condition) for condition in ("text", "")}
+    assert "; 2 other files ignored (" in told["text"].evidence
+    assert "caption" not in told["text"].evidence  # which is no fault
+    assert told["text"].facts["captions"] == 6
     assert "; 8 other files ignored (" in told[""].evidence
     assert ".psd are read once they are saved as PNG" in told[""].evidence
     assert told["text"].remedy.startswith("repair, convert or remove the image files that cannot be used")
+    (tmp_path / "broken.png").unlink()
+    assert ledger("text").evidence.startswith("each of 6 image files is used; 6 captions; 2 other files ignored (")
 
 
 @pytest.mark.slow

@@ -101,8 +101,17 @@ def test_a_falling_loss_says_train_longer_and_what_to_expect(tmp_path):
     assert (found.code, found.severity) == ("run.loss", "hint")
     assert f"unfog resume {tmp_path} --steps 4000" in found.remedy
     assert float(found.remedy.rsplit(" ", 1)[1]) == pytest.approx(4000**-0.2, rel=0.02)
-    assert _check_loss(record, 0.3, 0.4, memorized=True).severity == "fine"
+    assert _check_loss(record, 0.3, 0.4, longer_helps=False).severity == "fine"
     assert _check_loss(a_record(tmp_path, rows, steps=4000), 0.3, 0.4).severity == "fine"
+
+
+def test_no_longer_run_is_advised_while_the_rate_is_too_high(tmp_path):
+    rows = lines(loss=noisy(lambda step: step**-0.2), gradient_norm=lambda step: 0.3, lr=lambda step: LR)
+    back = [{"kind": "rolled_back", "step": 30, "lr": LR / 2, "reason": "it rose"}]
+    for events, rate, loss in (([], "run.lr", "hint"), (back, "run.lr_high", "fine")):
+        found = trends(a_record(tmp_path, rows, events), LR / 10, 0.3, 0.4)
+        assert rate in found
+        assert found["run.loss"].severity == loss
 
 
 def test_a_run_too_short_for_recognisable_samples_is_told_the_length_and_no_forecast(tmp_path):
@@ -119,6 +128,9 @@ def test_a_loss_that_has_levelled_off_is_fine_and_a_rising_one_is_not(tmp_path):
     flat = _check_loss(a_record(tmp_path, lines(loss=noisy(lambda step: 0.2, 0.03))), 0.3, 0.4)
     assert flat.severity == "fine"
     assert "levelled off" in flat.evidence
+    assert ", 0.40 times that of a guess of each pixel alone (" in flat.evidence
+    no_better = _check_loss(a_record(tmp_path, lines(loss=noisy(lambda step: 0.2, 0.03))), 0.3, 0.997)
+    assert ", no better than a guess of each pixel alone (" in no_better.evidence
     rising = _check_loss(a_record(tmp_path, lines(loss=noisy(lambda step: 0.2 + step / 2000))), 0.3, 0.4)
     assert rising.severity == "warning"
     assert "rises" in rising.evidence
@@ -514,6 +526,14 @@ def test_one_image_held_out_gives_no_number_of_certainty(tmp_path):
     assert found.severity == "fine"
     behind = check_ema(a_record(tmp_path), np.full((4, 1), 0.9), np.full((4, 1), 0.3), 10, "training images")
     assert behind.facts["error"] is None
+
+
+@pytest.mark.parametrize(("updates", "advice"), [(10**6, "fixed:decay_max=0.9997"), (20, "fixed:decay_max=0.1")])
+def test_a_fixed_average_that_lags_is_told_a_shorter_one_of_its_kind(tmp_path, updates, advice):
+    record = a_record(tmp_path)
+    record = replace(record, config=replace(record.config, ema=FixedEma(0.9999)))  # (1 + 20) / (10 + 20) after 20
+    behind = check_ema(record, np.full((4, 9), 0.9), np.full((4, 9), 0.3), updates, "training images")
+    assert behind.remedy.endswith(f"--ema {advice}")
 
 
 def test_a_remedy_does_something_to_a_finished_run(tmp_path):

@@ -124,7 +124,13 @@ def test_pictures_that_are_all_alike_are_no_copies_of_each_other():
     bank = np.full((200, 3, 16, 16), 120, np.uint8) + np.random.default_rng(0).integers(0, 3, (200, 3, 1, 1)).astype(
         np.uint8
     )
-    assert verdict(bank[:64], bank).severity == "fine"
+    alike = verdict(bank[:64], bank)
+    assert alike.severity == "fine"
+    limit = f"{alike.facts['limit']:.2g}"
+    assert (
+        f": your images are alike among themselves, so copies would lie below {limit} in place of 0.5" in alike.evidence
+    )
+    assert "; copies would lie below 0.5 (60 searched)" in verdict(blobs(32, 3), blobs(60, 0)).evidence
 
 
 @pytest.mark.slow

@@ -69,6 +69,8 @@ def test_a_rate_far_above_the_usual_is_named_for_a_step_that_was_not_finite():
         found = rate_checks.describe_high_rate(changed, 10**6)
         assert said in found
         assert bool(said) == bool(found)
+    assert "500 times the usual" in rate_checks.describe_high_rate(changed, 10**6, scale=0.5)  # after a roll-back
+    assert rate_checks.describe_high_rate(changed, 10**6, scale=1e-3) == ""
 
 
 @pytest.fixture(scope="module")

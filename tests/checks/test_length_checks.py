@@ -38,6 +38,11 @@ def test_the_guide_counts_steps_epochs_and_hours_for_this_data_and_pace():
     assert "12.8 million in 1 d 11 h, where samples become good" in found.evidence
 
 
+@pytest.mark.parametrize(("images", "said"), [(64, "1 step trains on 64 images"), (128, "2 steps train on 128 images")])
+def test_a_length_of_one_step_is_said_in_the_singular(images, said):
+    assert check_length(*case(images)).evidence.startswith(f"{said}, each of the 8,000 about ")
+
+
 def test_hours_are_left_out_where_the_pace_is_not_known():
     found = training_length_guide(*case(12_800_000))
     assert found.figures[0].table[-1][-1] == "not measured"

@@ -310,7 +310,7 @@ TABLE = [
     ("evaluate runs/photos --metric fid", "but of unfog ema-sweep; did you mean --metrics?"),
     (
         "train fashion --network unet:channels=32/64",
-        "attention has 3 entries, but channels has 2 levels; give one 1 or 0 for each level: attention=0/1",
+        "attention has 3 entries, but channels has 2 levels; try attention=0/1",
     ),
     ("train fashion --flip true", "--flip takes no value; write"),
     ("train fashion --flip=true", "--flip takes no value"),
@@ -380,6 +380,16 @@ def test_what_is_said(refused, words, said):
 def test_values_of_a_flag_given_twice_are_quoted_in_the_remedy(refused):
     said = refused("sample", "run", "--prompt", "a red cat", "--prompt", "a fish")
     assert 'give all values after one flag: --prompt "a red cat" "a fish"' in said
+
+
+def test_all_unknown_flags_are_named_in_one_error_with_what_to_give_here(refused):
+    words = "train fashion --grad-clip 1 --lr 1 --warmup-steps=5000 --adam_beta1 -1 --adam_beta2 0.9 --strip --zzz"
+    said = refused(*words.split(), "--", "--not-a-flag")
+    names = "--grad-clip, --warmup-steps, --adam_beta1, --adam_beta2, --strip and --zzz"
+    assert f"{names} are not flags of unfog train. --grad-clip: did you mean --training.clip? " in said
+    assert "? --warmup-steps: did you mean --optimizer.warmup? " in said
+    assert "--adam_beta1, --adam_beta2: give --optimizer.betas" in said
+    assert said.strip().endswith("--strip: a flag of unfog sample. --zzz: see unfog train --help")
 
 
 @pytest.mark.slow
@@ -531,8 +541,8 @@ def test_paths_from_python(here):
 def test_no_folder_is_left_by_images_that_cannot_be_used(refused, here):
     (here / "photos").mkdir()
     (here / "photos/a.png").write_bytes(b"nothing")
-    assert "none of the 1 images" in refused("train", "photos")
-    assert "none of the 1 images" in refused("train", "photos", "--out", "new/run")
+    assert "none of 1 image in" in refused("train", "photos")
+    assert "none of 1 image in" in refused("train", "photos", "--out", "new/run")
 
 
 def test_drawing_from_python(here):

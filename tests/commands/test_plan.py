@@ -359,7 +359,10 @@ def test_what_is_not_known_is_null_in_json(monkeypatch):
 def test_what_compiling_costs_and_gains_is_measured_or_said_to_be_unknown(monkeypatch):
     times = {True: StepTime(41.0, 0.2), False: StepTime(1.0, 0.4)}
     monkeypatch.setattr(auto_settings, "measure_step", lambda config, *_: times[config.training.compile])
-    lines = planned_for(asked(device="cpu", precision="fp32", compile=True)).lines()
+    planned = planned_for(asked(device="cpu", precision="fp32", compile=True))
+    lines = planned.lines()
+    assert not any("do not trust" in line for line in lines)
+    assert any("200 ms; do not trust" in line for line in replace(planned, doubt="do not trust").lines())
     said = next(line.split(maxsplit=1)[1] for line in lines if line.split()[0] == "compiling")
     assert said == "takes 41 s, and a step is 2.00 times as fast: it pays from step 200 on"
     times[True] = StepTime(41.0, 0.4)
@@ -380,7 +383,23 @@ def test_a_step_that_compiles_first_is_not_taken_for_the_pace(monkeypatch):
             assert not timer.stop_requested()
             timer.on_step_end(step + 1)
         assert timer.stop_requested()
-        assert timer.step_time() == StepTime(50.0, 1.0 if compiles else 50.0)
+        assert timer.step_time()[:2] == (50.0, 1.0 if compiles else 50.0)
+
+
+@pytest.mark.parametrize(("share", "busy"), [(0.3, True), (1.6, False)])
+def test_a_pace_is_not_to_be_trusted_if_other_processes_had_the_cores(monkeypatch, share, busy):
+    """The first step does not count: other processes may compile for it."""
+    wall, spent = [0.0, 10.0, 11.0, 12.0], [0.0, 0.1, 0.1 + share, 0.1 + 2 * share]
+    clocks = iter(wall), iter(spent)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clocks[0]))
+    monkeypatch.setattr(timing.time, "process_time", lambda: next(clocks[1]))
+    timer = timing._StepTimer(3.0, Progress("", None), lambda: False, compiles=True)
+    for step in range(3):
+        timer.on_step_end(step + 1)
+    found = timer.step_time()
+    assert found.cores == pytest.approx(share)
+    assert found.doubt == "the machine is busy, and the steps had 30% of a core: do not trust this pace" * busy
+    assert StepTime(1.0, 1.0).doubt == ""  # of a GPU, whose host waits
 
 
 def test_so_many_steps_are_timed_at_least_however_slow_they_are(monkeypatch):

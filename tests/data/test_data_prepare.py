@@ -79,7 +79,7 @@ def test_nothing_usable_is_a_request_error_that_says_why(tmp_path: Path) -> None
     (tmp_path / "a.png").write_bytes(b"")
     (tmp_path / "b.png").write_bytes(b"PNG?")
     for where in ("memory", "disk"):
-        with pytest.raises(RequestError, match=r"none of the 2 images in .*: 1 empty, 1 not an image"):
+        with pytest.raises(RequestError, match=r"none of 2 images in .*: 1 empty, 1 not an image"):
             run(tmp_path, Data(cache=where))
     assert not list(cache.cache_folder().glob("[!.]*"))
 

@@ -140,7 +140,7 @@ def test_images_without_a_partner_are_counted_and_not_known(tmp_path):
     Image.new("L", (WIDTH, HEIGHT)).save(masks / "a" / "other.png")
     found = read(images, f"mask={masks}")
     assert any("3 of 8" in line for line in found.warnings)
-    assert any("1 images without a partner" in line for line in found.warnings)
+    assert any("1 image without a partner" in line for line in found.warnings)
     assert (found.train.columns["mask"].values.reshape(8, -1) == -1).all(1).tolist() == [True] * 3 + [False] * 5
     assert found.train.conditions_of(np.arange(8)).image.isnan().sum() == 3 * HEIGHT * WIDTH
     for i in range(3, 5):
@@ -229,7 +229,7 @@ def test_arrays_beside_the_images_of_a_file_are_images_too(tmp_path):
     assert (together["age"].kind, together["mask"].categories) == ("number", ("0", "3"))
     assert read(tmp_path / "x.npz", "mask:image").train.columns["mask"].kind == "image"
     for condition, said in (
-        ("few", "few of .*x.npz has 5 images, and there are 6"),
+        ("few", "condition few: .*x.npz:few has 5 images, and there are 6; give one for each"),
         ("tall", "other proportions, 16x12 and 8x12"),
         ("mask:number", "are images, and not of kind number; omit :number"),
         ("age:mask", "age has values, and no images; give age=FOLDER:mask"),

@@ -237,10 +237,16 @@ def test_every_checked_size_works_and_others_do_not():
         ({"channels": ()}, "give 1 to 12 levels"),
         ({"blocks": 0}, "1 to 100 blocks"),
         ({"attention": (True,)}, "attention has 1 entries, but channels has 3 levels"),
-        ({"channels": (60, 80, 100)}, "channels = 60 must be a multiple of norm_groups = 32; try norm_groups = 20"),
+        ({"channels": (60, 80, 96)}, "channels = 60 must be a multiple of norm_groups = 32; try norm_groups=4"),
+        (  # all at once, with values that fit together
+            {"channels": (16, 48)},
+            "attention has 3 entries, but channels has 2 levels, and channels = 16 must be a multiple of norm_groups = "
+            "32, and channels = 48 must be a multiple of head_channels = 32 in a level with attention; try "
+            "attention=0/1,norm_groups=16,head_channels=24",
+        ),
         (
             {"head_channels": 48},
-            "channels = 128 must be a multiple of head_channels = 48 in a level with attention; try head_channels = 32",
+            "channels = 128 must be a multiple of head_channels = 48 in a level with attention; try head_channels=32",
         ),
         ({"dropout": 1.0}, "dropout = 1.0"),
     ],

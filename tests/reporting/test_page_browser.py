@@ -18,7 +18,7 @@ pytest.importorskip("playwright", reason="playwright is not installed: pip insta
 pytest.importorskip("starlette", reason="starlette is not installed: pip install 'unfog[serve]'")
 pytest.importorskip("orjson", reason="orjson is not installed: pip install 'unfog[serve]'")
 
-from browsers import IN_A_BROWSER, WatchedPage, axe_violations, open_browser, serving
+from browsers import IN_A_BROWSER, WatchedPage, axe_violations, open_browser, serving, until
 from conftest import NETWORK, few_images
 from faults.mounts import SmallDisk
 from unfog.config.schema import Config
@@ -84,11 +84,6 @@ def runs(tmp_path_factory):
 def address(runs):
     with serving(runs) as (found, _):
         yield found
-
-
-def until(page, expression, seconds=60):
-    """Wait until an expression is true. Playwright's own way evaluates text in the page, which its policy forbids."""
-    wait_until(lambda: page.evaluate(expression), seconds)
 
 
 def ids_of(page):

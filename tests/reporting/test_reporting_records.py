@@ -15,7 +15,8 @@ import pytest
 from unfog.files.safe_files import write_atomic
 from unfog.reporting import records  # counts the lines that are parsed
 from unfog.reporting.log_settings import Log
-from unfog.reporting.recorder import Recorder  # its clock is set back
+from unfog.reporting.progress import format_bytes
+from unfog.reporting.recorder import Recorder, _trend  # its clock is set back; the word after the loss
 from unfog.reporting.records import Events, Metrics, read_events, read_metrics
 from waiting import wait_until
 
@@ -212,3 +213,18 @@ def test_a_resumed_run_tells_the_time_of_its_session_and_of_all(tmp_path):
     with Recorder(tmp_path, Log(), total=2, start=1) as again:
         again._opened -= 242
         assert again.describe_time(0.3) == "4 min 02 s, of which checkpoints took 0.3 s; 5 min 36 s in all"
+
+
+def test_a_loss_that_is_not_finite_has_no_trend():
+    falling = [1.0 - step / 100 + step % 2 / 1000 for step in range(40)]
+    assert [_trend(falling), _trend([0.5] * 40)] == [", falling", ", steady"]
+    assert [_trend([*falling[:30], bad, *falling[30:]]) for bad in (math.nan, math.inf)] == ["", ""]
+    assert _trend([math.nan] * 40) == ""
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [(0, "0 MB"), (1, "under 0.1 MB"), (99_999, "under 0.1 MB"), (1e5, "0.1 MB"), (340e6, "340 MB"), (1.6e9, "1.6 GB")],
+)
+def test_a_size_that_is_not_0_is_never_said_to_be(count, said):
+    assert format_bytes(count) == said

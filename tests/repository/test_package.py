@@ -16,17 +16,12 @@ from packaging.requirements import Requirement
 import unfog
 
 ROOT = Path(unfog.__file__).parents[2]
-pytestmark = pytest.mark.skipif(not (ROOT / "packaging").exists(), reason="installed without its repository")
-
+pytestmark = [
+    pytest.mark.skipif(not (ROOT / "packaging").exists(), reason="installed without its repository"),
+    pytest.mark.usefixtures("scripts_on_path"),
+]
 
 SOURCE, SITE = "https://host/us/unfog", "https://us.host/unfog"
-
-
-@pytest.fixture(autouse=True)
-def scripts_import_each_other(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-
-
 URLS = f'[project.urls]\nSource = "{SOURCE}"\nDocumentation = "{SITE}/"\n\n'
 
 
@@ -100,6 +95,42 @@ def test_the_description_on_an_index_of_packages_has_no_dead_link(monkeypatch):
     assert [path for _, path in targets if not (ROOT / path).exists()] == []
     assert ("raw", "docs/hero.webp") in targets
     assert "hero.webp" not in plain["readme"]["text"]
+
+
+def test_the_description_credits_pictures_that_an_index_leaves_out():
+    licence = (ROOT / "README.md").read_text("utf-8").rpartition("**Licence:**")[2]
+    assert "OpenMoji" in licence
+    assert "above" not in licence
+
+
+def test_licences_are_those_of_what_ships():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    page = (ROOT / "docs/licences.md").read_text("utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ") and "](" in line]
+    named = {path for row in rows for path in re.findall(r"\]\(([^)]+)\)", row[-1])}
+    files = {((ROOT / "docs") / path).resolve().relative_to(ROOT).as_posix() for path in named}
+    assert {row[2] for row in rows} == {*project["license"].split(" AND ")}
+    assert files == {*project["license-files"]}
+    assert all((ROOT / file).stat().st_size > 500 for file in files)
+    stored = [path for path in (ROOT / "src").rglob("LICENSE*") if "site" not in path.parts]
+    assert {path.relative_to(ROOT).as_posix() for path in [*stored, *(ROOT / "docs/licences").iterdir()]} <= files
+    recipe = (ROOT / "packaging/conda/recipe.yaml").read_text("utf-8")
+    assert f"  license: {project['license']}\n" in recipe
+    assert {*re.findall(r"^    - (\S*(?:LICENSE|licences)\S*)$", recipe, re.M)} == files
+
+
+def test_the_licences_of_the_site_are_those_of_its_generator():
+    """An upgrade of Zensical may bring other parts along."""
+    zensical = pytest.importorskip("zensical")
+    installed = Path(zensical.__file__).parent / "templates"
+    known = {"zensical-bundle": "assets/javascripts", "lucide-icons": ".icons/lucide"}
+    known |= {"material-icons": ".icons/material", "octicons-icons": ".icons/octicons"}
+    for name, folder in known.items():
+        text = (installed / folder / "LICENSE").read_text("utf-8")
+        assert (ROOT / f"docs/licences/{name}.txt").read_text("utf-8").split() == text.split(), name
+    bundle = (ROOT / "docs/licences/zensical-bundle.txt").read_text("utf-8")
+    page = (ROOT / "docs/licences.md").read_text("utf-8")
+    assert [name for name in re.findall(r"^Package: (.*)@", bundle, re.M) if name not in page] == []
 
 
 def test_nothing_is_in_the_way_of_a_release_but_its_date():

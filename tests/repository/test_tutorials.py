@@ -22,8 +22,7 @@ LARGEST = 300_000  # bytes of a picture; the moving one of the README may have a
 
 
 @pytest.fixture
-def recorder(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+def recorder(scripts_on_path):
     import record_tutorials
 
     return record_tutorials
@@ -37,8 +36,7 @@ def notebook_recorder(recorder):
 
 
 @pytest.fixture
-def tutorial_images(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+def tutorial_images(scripts_on_path):
     import tutorial_images
 
     return tutorial_images
@@ -136,7 +134,7 @@ def test_textures_have_no_seam_and_are_the_same_each_time(tutorial_images):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("page", ["drawings", "cifar10", "latents", "own-data", "own-network-and-loss"])
+@pytest.mark.parametrize("page", sorted(RECORDED))
 def test_the_commands_of_a_tutorial_run(page, tmp_path, tutorial_images):
     file = ROOT / f"docs/tutorials/{page}.md"
     (tmp_path / "drawings").mkdir()

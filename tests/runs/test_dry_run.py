@@ -10,6 +10,7 @@ import torch
 from conftest import NETWORK, TRANSFORMER, few_images
 from unfog.config.presets import preset
 from unfog.config.toml import update
+from unfog.config.validate import check_request
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
@@ -18,13 +19,14 @@ from unfog.diffusion.target import V
 from unfog.errors import Interrupted
 from unfog.evaluation.held_out import HeldOut
 from unfog.export.diffusers_unet import Network
+from unfog.pipeline.generate import GenerationSettings, sample_calls
 from unfog.planning.auto_settings import AutoSettings
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import DRY_RUN
 from unfog.runs import dry_run_checks as small
 from unfog.runs import previews as looks
 from unfog.runs import replay, session
-from unfog.runs.dry_run_checks import check_dry_run, failure_finding, shorten
+from unfog.runs.dry_run_checks import Trial, check_dry_run, failure_finding, shorten
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +62,7 @@ def settled(prepared, **settings):
 
 def findings_of(config, prepared, folder):
     with StopSignals() as stop:
-        findings = check_dry_run(config, prepared, CPU, stop, folder)
+        findings = check_dry_run(Trial(config, 0.0), prepared, CPU, stop, folder)
     assert not list(folder.iterdir()), "something was left behind"
     return {f.code.removeprefix(f"{DRY_RUN}."): f for f in findings}
 
@@ -128,6 +130,35 @@ def test_it_is_the_run_in_small_without_trackers(fashion):
     assert short.preview.images == 4  # one pass as large as those of training
     same = ("network", "diffusion", "optimizer", "ema", "sampler", "guidance", "data", "classes", "label_dropout")
     assert all(getattr(short, name) == getattr(config, name) for name in same)
+
+
+def test_a_slow_machine_tries_less_of_each_part(fashion):
+    sizes = {"training": {"batch": 64}, "preview": {"images": 16}, "sampler": {"steps": 20}, "evaluate": {"images": 64}}
+    config = settled(fashion, **sizes)
+    quick = Trial.of(config, 13, 64 / 10_000)
+    assert quick == (config, quick.seconds, "")
+    # 4 steps of 64 images; previews of 16, 4 samples and 4 images by 20 calls; 3 evaluations of 13 images at 2 levels.
+    passes = (2 * 16 + 4 + 4) * sample_calls(GenerationSettings.default(config, 1, 1), config.diffusion.schedule)
+    assert quick.seconds == pytest.approx((4 * 64 + (passes + 3 * 13 * 2) / 3) / 10_000)
+    slow = Trial.of(config, 13, 64 / 10)  # ten images a second, as a core has of 64 pixels
+    assert quick.seconds * 1000 > 20 >= slow.seconds > 8
+    assert slow.smaller.startswith("16 of 64 images in a batch, ")
+    assert slow.config.training.batch == 16
+    hopeless = Trial.of(config, 13, 64.0)
+    assert hopeless.smaller == (
+        "4 of 64 images in a batch, 1 of 16 in a preview, 5 of 20 sampling steps, 2 of 64 held-out images"
+    )
+    check_request(hopeless.config)
+
+
+def test_parts_for_which_there_is_no_time_are_named(fashion, tmp_path, monkeypatch):
+    monkeypatch.setattr(small, "_MOST_SECONDS", 0.0)
+    trial = Trial.of(settled(fashion), 4, 1000.0)  # with less than its shortest time
+    with StopSignals() as stop:
+        findings = {f.code: f for f in check_dry_run(trial, fashion, CPU, stop, tmp_path)}
+    assert [code.removeprefix(f"{DRY_RUN}.") for code in findings] == [*RUN, "time", "shortened", "memory"]
+    assert findings[f"{DRY_RUN}.time"].evidence.endswith(": reload, repeat, resume, sample, export")
+    assert "4 of 8 images in a batch" in findings[f"{DRY_RUN}.shortened"].evidence
 
 
 def test_a_request_that_cannot_be_met_is_fatal(fashion, tmp_path):
@@ -234,7 +265,7 @@ def test_a_request_to_leave_leaves_nothing(fashion, tmp_path):
     with StopSignals() as stop:
         stop.request("the test")
         with pytest.raises(Interrupted):
-            check_dry_run(settled(fashion), fashion, CPU, stop, tmp_path)
+            check_dry_run(Trial(settled(fashion), 0.0), fashion, CPU, stop, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -248,6 +279,6 @@ def test_a_signal_in_the_middle_leaves_nothing(fashion, tmp_path, monkeypatch):
     monkeypatch.setattr(looks, "generate_images", interrupted)
     with StopSignals() as stop:
         with pytest.raises(Interrupted):
-            check_dry_run(settled(fashion), fashion, CPU, stop, tmp_path)
+            check_dry_run(Trial(settled(fashion), 0.0), fashion, CPU, stop, tmp_path)
         assert stop.received == "SIGTERM"
     assert not list(tmp_path.iterdir())

@@ -91,6 +91,13 @@ def test_a_length_by_time_is_announced_as_measured(monkeypatch):
     found = resolved(budget="10m")
     reason = next(choice.reason for choice in found.choices if choice.name == "images")
     assert "10m at the measured pace of 128 images/s" in reason
+    assert "busy" not in reason
+
+
+def test_a_length_by_time_says_that_the_machine_was_busy(monkeypatch):
+    monkeypatch.setattr(auto_settings, "measure_step", lambda *asked: StepTime(0.5, 0.5, 0.25))
+    reason = next(choice.reason for choice in resolved(budget="10m").choices if choice.name == "images")
+    assert reason.endswith("; the machine is busy, and the steps had 25% of a core: do not trust this pace")
 
 
 BUSY = "while True: sum(range(10_000))"

@@ -22,10 +22,11 @@ from conftest import TRANSFORMER, few_images
 from unfog.checks.run.run_record import RunRecord
 from unfog.checks.run.trend_checks import check_trends
 from unfog.planning.auto_settings import AutoSettings
+from unfog.planning.pace import CallTimes, Pace
 from unfog.process import command_clock
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.session import Session
-from unfog.runs.time_budget import CallTimes, Pace, TimeBudget, recorded_plans, resume_length
+from unfog.runs.time_budget import STRETCHES, PlanNotices, TimeBudget, recorded_plans, resume_length
 from unfog.training.checkpoints import state_schema
 from unfog.training.checkpoints.load import read_state, read_tensors
 from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatus  # the ranks are in one process
@@ -447,11 +448,48 @@ SMALL = {
 }
 
 
+def test_a_new_length_is_said_where_it_differs_by_a_third_and_every_half_minute():
+    machine, notices = Machine(lambda t: 0.1), PlanNotices()
+    notices.clock = lambda: machine.now
+    notices.steps, notices._said_at = 56, machine.now
+
+    def said(seconds, steps, stretch=0):
+        machine.now += seconds
+        return notices.describe(LengthPlan(0, steps, stretch, 0.0), machine.budget)
+
+    machine.budget.plan(0, machine.length)
+    first = said(0, 97)
+    assert len(first) == 1, "of previews, and not of steps just after the beginning"
+    assert first[0].startswith("previews and evaluation at the end only, so that they")
+    assert said(1, 47, STRETCHES[-1]) == [], "which is at the end only as well"
+    assert said(1, 145) == []
+    later = said(30, 145)
+    assert [one.split(":")[0] for one in later] == ["145 steps in all from here on"]
+    assert said(31, 110) == said(31, 190) == [], "less than a third"
+    assert said(0, 60)[0].startswith("60 steps in all")
+    assert said(29, 600) == []
+    assert said(1, 600, 1)[1].startswith("previews and evaluation as often as at first")
+
+
+@pytest.mark.slow
+def test_the_length_of_a_budget_is_warned_of_once_it_is_known(tmp_path, monkeypatch, capsys):
+    """Not that of the first guess, which may be many times too short."""
+    script = Script({0: (6, 1), 2: (8, 1), 4: (10, 1)})
+    monkeypatch.setattr(Session, "keep_budget", lambda self, auto: setattr(self, "budget", script))
+    monkeypatch.setattr(
+        Script, "due", lambda self, step, last: setattr(self, "is_settled", step > 2) or step in self.plans
+    )
+    run = unfog.train(few_images(), out=tmp_path / "run", steps=4, **SMALL).path
+    warnings = [event for event in read_events(run / "events.jsonl") if "samples become" in event.get("message", "")]
+    assert [event["message"].split(" train")[0] for event in warnings] == ["10 steps"]
+    assert capsys.readouterr().err.count("samples become") == 1
+
+
 class Script:
     """Plans of a time budget that are given rather than measured."""
 
     def __init__(self, plans):
-        self.plans, self.step_seconds, self.pauses = plans, 0.1, []
+        self.plans, self.step_seconds, self.pauses, self.is_settled = plans, 0.1, [], False
 
     def aside(self, kind):
         return torch.no_grad()  # a context that does nothing here

@@ -11,9 +11,8 @@ pytest.importorskip("starlette", reason="starlette is not installed: pip install
 pytest.importorskip("orjson", reason="orjson is not installed: pip install 'unfog[serve]'")
 
 import unfog
-from browsers import IN_A_BROWSER, WatchedPage, axe_violations, open_browser, serving
+from browsers import IN_A_BROWSER, WatchedPage, axe_violations, open_browser, serving, until
 from conftest import NETWORK, few_images
-from waiting import wait_until
 
 pytestmark = [pytest.mark.slow, *IN_A_BROWSER]
 PLAYGROUND = "document.querySelector('unfog-playground')"
@@ -67,10 +66,6 @@ def opened(page, address):
     # The page opens the newest drawing of the run, if there is one, once it has the list.
     mine = f"{PLAYGROUND}.jobs.some((one) => String(one.run) === String({PLAYGROUND}.run))"
     until(page, f"{PLAYGROUND}.about && ({PLAYGROUND}.job || !{mine})")
-
-
-def until(page, expression, seconds=120):
-    wait_until(lambda: page.evaluate(expression), seconds)
 
 
 def fill(page, label, value):

@@ -82,6 +82,15 @@ def test_sources_are_the_built_in_one_those_of_the_command_line_and_those_of_run
     assert names == [few_images(), "fashion", "https://example.org/x.tar"]
 
 
+def test_a_folder_of_the_command_line_is_listed_once_if_a_run_stands_on_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "b")
+    config = tmp_path / "runs" / "b" / "config.toml"
+    config.write_text(config.read_text().replace('"fashion"', f'"{tmp_path / "photos"}"'))
+    names = [one["name"] for one in controls.SourceList(Server(tmp_path / "runs", ("photos/",))).as_json()]
+    assert names == ["photos/", "fashion"]
+
+
 def test_a_run_may_be_given_a_name_that_is_no_path(server):
     command = controls.train_command(server, body(server) | {"name": "bags-2.b"})
     assert (command.words[-1], command.new_run) == (str(server.folder / "bags-2.b"), number_of("bags-2.b"))

@@ -19,6 +19,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from served import make_run, row_of, unpack
+from unfog.data.data_report import CAPTION_FILES
 from unfog.process.console_log import console_log
 from unfog.process.run_folder import RunFolder
 from unfog.process.run_status import RunStatus
@@ -162,6 +163,16 @@ def test_a_data_report_shows_neither_digests_nor_what_is_empty(run):
     stored = {"used": 3, "values": "", "unused_pages": 0, "modes": {}, "columns": {"text": ["fe", "ac"]}, "files": []}
     (run / "data.json").write_text(json.dumps(stored))
     assert read_data_report(run, [])["fields"] == {"used": "3", "columns": "text"}
+
+
+def test_a_data_report_counts_captions_and_names_the_kinds_of_columns(run):
+    ignored = {CAPTION_FILES: 40, ".csv": 1}
+    (run / "data.json").write_text(json.dumps({"ignored": ignored, "columns": {"text": [], "age": []}, "files": []}))
+    (run / "config.toml").write_text('columns = [{name = "text", kind = "text"}, 7, {name = "age", kind = "number"}]')
+    fields = {"ignored": ".csv 1", "columns": "text (text), age (number)", "captions": "40"}
+    assert read_data_report(run, [])["fields"] == fields
+    (run / "config.toml").write_text("columns = [")
+    assert read_data_report(run, [])["fields"] == {**fields, "columns": "text, age"}
 
 
 def test_columns_of_runs_that_were_not_asked_for_longest_are_dropped(tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding, Severity
 from unfog.reporting.progress import Progress, format_bytes, format_number
 from unfog.settings import is_auto
-from unfog.text import sanitize
+from unfog.text import plural, sanitize
 from unfog.training.distributed.world import SINGLE_PROCESS
 from unfog.training.precision import gpu_has_bf16
 from unfog.training.updates.updater import why_not_masked
@@ -98,7 +98,7 @@ def _check_build(device: torch.device) -> Finding:
     facts: dict[str, Any] = {"torch": torch.__version__, "device": str(device)}
     if device.type != "cuda":
         name = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else "Apple"
-        said = f"torch {torch.__version__} on {device} ({name}), {torch.get_num_threads()} threads"
+        said = f"torch {torch.__version__} on {device} ({name}), {plural(torch.get_num_threads(), 'thread')}"
         return Finding("gpu.build", "fine", said, facts=facts)
     properties, built_for = torch.cuda.get_device_properties(device), torch.cuda.get_arch_list()
     on_amd = torch.version.hip is not None
@@ -218,7 +218,7 @@ class StepChecks:
         rate = batch / found.step
         count = sum(p.numel() for p in trial.state.model.parameters())
         said = (
-            f"a step of {batch} images ({count / 1e6:.3g}M parameters, {config.image_format.sides}, "
+            f"a step of {plural(batch)} ({count / 1e6:.3g}M parameters, {config.image_format.sides}, "
             f"{config.training.precision}) takes {found.step * 1e3:,.3g} ms: {format_number(rate)} images/s, "
             f"{rate * cost.training / 1e12:.3g} TFLOP/s"
         )

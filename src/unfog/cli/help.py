@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING
 from itertools import groupby
 from typing import Any
@@ -15,8 +15,26 @@ from unfog.config.presets import SETTINGS_OF
 from unfog.config.schema import Config
 from unfog.config.task import AutoencoderTask, DiffusionTask, RunTask
 from unfog.data.settings import TRAINING_ONLY
+from unfog.text import manual
 
 HELP_FLAGS = ("-h", "--help", "--help-all")
+PAGES = {
+    "train": "docs/guide.md",
+    "resume": "docs/guide.md",
+    "train-autoencoder": "docs/latent.md",
+    "sample": "docs/sampling.md",
+    "evaluate": "docs/evaluating.md",
+    "ema-sweep": "docs/ema-and-optimisers.md",
+    "tune": "docs/sampling.md",
+    "export": "docs/export.md",
+    "runs": "docs/guide.md",
+    "serve": "docs/serve.md",
+    "doctor": "docs/fix-it.md",
+    "plan": "docs/guide.md",
+    "find-lr": "docs/guide.md",
+    "slurm": "docs/distributed.md",
+}
+"""Command -> page of the documentation that its help names."""
 _COLUMN = 24
 _WIDEST = 100
 
@@ -41,15 +59,18 @@ def format_help(command: str, kind: type, default: Any, *, every: bool = False) 
     for word in words:
         lines += _two_columns(word.metavar, word.text)
     if every:
-        lines += _sections(command, shown, default)
+        lines += _sections(command, kind, shown, default)
     else:
         lines += [""]
         # What belongs to the command alone stands before what belongs to the run.
         for each in sorted(shown, key=lambda each: each.path[0] == "settings"):
-            text = first_sentence(each.text) if each.path[0] == "settings" else each.text
+            text = _text_of(each, kind)
+            text = first_sentence(text) if each.path[0] == "settings" else text
             lines += _two_columns(_spell(each, each.flags[:1]), text)
         more = f"--help-all lists {len(flags) - len(shown)} more; `unfog explain SETTING` says more about each"
         lines += ["", more + "."]
+    if command in PAGES:
+        lines += [*[""] * every, f"Its page: {manual(PAGES[command])}"]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -85,7 +106,7 @@ def _paragraphs(kind: type) -> Iterator[str]:
         yield from lines if verbatim else _wrap(" ".join(lines))
 
 
-def _sections(command: str, settings: Iterable[Description], default: Any) -> Iterator[str]:
+def _sections(command: str, kind: type, settings: Iterable[Description], default: Any) -> Iterator[str]:
     """Yield the lines of all settings with their full texts: those of the command, then section by section."""
     sections: dict[tuple[str, ...], list[Description]] = {(): [], ("settings",): []}
     for each in settings:
@@ -94,7 +115,7 @@ def _sections(command: str, settings: Iterable[Description], default: Any) -> It
         if members:
             yield from ["", f"{'.'.join(section[1:] or section) or 'options'}:"]
         for each in members:
-            usual, text = each.default(default), each.text
+            usual, text = each.default(default), _text_of(each, kind)
             # Only what a file or a preset may have switched on needs a flag that switches it off.
             settable = each.path[0] in ("settings", "data") or usual == "on"
             if each.metavar == "NAME":
@@ -105,6 +126,12 @@ def _sections(command: str, settings: Iterable[Description], default: Any) -> It
                 text += f" (default: {usual})"
             yield f"  {_spell(each, [flag for flag in each.flags if settable or not flag.startswith('no-')])}"
             yield from _wrap(text, " " * 6)
+
+
+def _text_of(setting: Description, kind: type) -> str:
+    """Return the text of a setting, or what it means to this command."""
+    meanings: Mapping[str, str] = getattr(kind, "meanings", {})
+    return meanings.get(setting.setting, setting.text)
 
 
 def _spell(setting: Description, names: Iterable[str]) -> str:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from functools import cache
 from typing import Any, get_args, get_origin
 
-from unfog.config.aliases import OUT, SAMPLING, USUAL, advice_on, current_name
+from unfog.config.advice import advice_on
+from unfog.config.aliases import OUT, SAMPLING, USUAL, current_name
 from unfog.config.describe import describe
 from unfog.config.spec_strings import (
     FormatError,
@@ -143,7 +145,9 @@ def parse_args(words: Sequence[str], kind: type, prog: str, others: Mapping[str,
             only_free = True
         else:
             spelled, equals, attached = word.partition("=")
-            flag = _find_flag(spelled, flags, prog, others)
+            flag = _find_flag(spelled, flags)
+            if flag is None:
+                raise RequestError(_unknown_flags([spelled, *_later_unknown(left, flags)], flags, prog, others))
             if flag.switch is not None and (equals or left[:1] in (["true"], ["false"])):
                 both = " or ".join(name for name, other in flags.items() if other.path == flag.path)
                 raise RequestError(f"{spelled} takes no value; write {both}")
@@ -162,13 +166,17 @@ def parse_args(words: Sequence[str], kind: type, prog: str, others: Mapping[str,
     return args
 
 
-def _find_flag(spelled: str, flags: Mapping[str, _Flag], prog: str, others: Mapping[str, type]) -> _Flag:
-    """Return the flag of this spelling. RequestError, which names a similar flag, if it is unknown."""
+def _find_flag(spelled: str, flags: Mapping[str, _Flag]) -> _Flag | None:
+    """Return the flag of this spelling, None if it is unknown."""
     # --data.held_out counts as --data.held-out, and the old --codec as --autoencoder-folder.
-    flag = flags.get(spelled.replace("_", "-")) or flags.get(_current_flag(spelled))
-    if flag is None:
-        raise RequestError(_unknown_flag(spelled, flags, prog, others))
-    return flag
+    return flags.get(spelled.replace("_", "-")) or flags.get(_current_flag(spelled))
+
+
+def _later_unknown(words: Sequence[str], flags: Mapping[str, _Flag]) -> list[str]:
+    """Return the unknown flags among words that an unknown flag precedes. A word with one dash may be its value."""
+    end = words.index("--") if "--" in words else len(words)
+    named = (word.partition("=")[0] for word in words[:end] if word.startswith("--"))
+    return [spelled for spelled in named if _find_flag(spelled, flags) is None]
 
 
 def _current_flag(spelled: str) -> str:
@@ -218,8 +226,28 @@ def _wrong_count(free: Sequence[str], args: ParsedArgs, prog: str, metavars: Seq
     )
 
 
-def _unknown_flag(spelled: str, flags: Mapping[str, _Flag], prog: str, others: Mapping[str, type]) -> str:
-    """Return the message about an unknown flag, with the one that was probably meant."""
+def _unknown_flags(spelled: Sequence[str], flags: Mapping[str, _Flag], prog: str, others: Mapping[str, type]) -> str:
+    """Return the message about unknown flags. Those with the same remedy share it."""
+    said = {quote(each)[1:-1]: _about_unknown(each, flags, prog, others) for each in spelled}
+    if len(said) == 1:
+        [(name, (owners, remedy))] = said.items()
+        return (
+            f"{name} is not a flag of {prog}{f', but of {owners}' if owners else ''}{f'; {remedy}' if remedy else ''}"
+        )
+    alike: dict[str, list[str]] = {}
+    for name, (owners, remedy) in said.items():
+        alike.setdefault("; ".join(filter(None, [owners and f"a flag of {owners}", remedy])), []).append(name)
+    remedies = [f"{', '.join(names)}: {about}" for about, names in alike.items()]
+    # All names come first, as a long message is cut.
+    return f"{_joined([*said])} are not flags of {prog}. {'. '.join(remedies).replace('?. ', '? ')}"
+
+
+def _joined(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def _about_unknown(spelled: str, flags: Mapping[str, _Flag], prog: str, others: Mapping[str, type]) -> tuple[str, str]:
+    """Return (the commands that have an unknown flag, what to give instead); each may be empty."""
     named = spelled.lower().replace("_", "-")
     last = named.lstrip("-")
     key = last.replace("-", "_")
@@ -230,17 +258,23 @@ def _unknown_flag(spelled: str, flags: Mapping[str, _Flag], prog: str, others: M
         meant = meant or sorted(same, key=len)[:1]
     owners = [command for command, kind in others.items() if named in flags_of(kind)]
     # In another trainer the word may name something that no flag of any command has the name of.
-    if not (meant or owners) and "--lr" in flags and (advice := advice_on(spelled)) is not None:
-        return f"{quote(spelled)[1:-1]} is not a flag of {prog}; {advice.text}"
+    advice = None if meant or owners else advice_on(spelled)
+    if advice is not None and _is_for(advice.text, prog, flags):
+        return "", advice.text
     meant = meant or [flag for flag in flags if flag.startswith(f"{named}.") and ".no-" not in flag]
     meant = meant or [flag for flag in flags if last and flag.rpartition(".")[2] == last]
     meant = meant or [flag for flag in (f"--{last.rpartition('.')[2]}",) if flag in flags]  # --sampler.steps: --steps
-    theirs = f", but of {' and '.join(filter(None, [', '.join(owners[:-1]), *owners[-1:]]))}" if owners else ""
+    theirs = _joined(owners)
     # A flag of another command is meant as it is, unless one here is spelled nearly the same.
     meant = meant or difflib.get_close_matches(named[:40], flags, n=1, cutoff=0.9 if theirs else 0.7)
     if theirs and not meant:
-        instead = "; give each setting to change as a flag" if (prog, named) == ("unfog resume", "--config") else ""
-        return f"{quote(spelled)[1:-1]} is not a flag of {prog}{theirs}{instead}"
+        return theirs, "give each setting to change as a flag" if (prog, named) == ("unfog resume", "--config") else ""
     # Last of all, as a name that is spelled alike may be of another thing.
-    hint = f"did you mean {' or '.join(meant[:4])}?" if meant else f"see {prog} --help"
-    return f"{quote(spelled)[1:-1]} is not a flag of {prog}{theirs}; {hint}"
+    meant = [name[1:] if len(name) == len("--n") else name for name in meant[:4]]  # as pages and --help write -n
+    return theirs, f"did you mean {' or '.join(meant)}?" if meant else f"see {prog} --help"
+
+
+def _is_for(advice: str, prog: str, flags: Mapping[str, _Flag]) -> bool:
+    """Return whether an advice is for a command: it is named, has all flags that are named, or trains."""
+    named = re.findall(r"--[a-z][\w.-]*\w", advice)
+    return "--lr" in flags or f"{prog} " in advice or (bool(named) and all(name in flags for name in named))

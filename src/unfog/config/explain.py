@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from unfog.config.aliases import ADVICE, USUAL, Advice, advice_on, advice_within, current_name
+from unfog.config.advice import Advice, advice_on, advice_within, all_advice, parts_of
+from unfog.config.aliases import USUAL, current_name
 from unfog.config.describe import Description, describe, field_texts, format_value
 from unfog.config.presets import PRESETS
 from unfog.config.schema import Config
@@ -22,6 +23,7 @@ from unfog.text import manual
 _WIDTH = 100
 _INDENT = 14
 _LONGEST = 40  # characters that are compared with known words, as the time is their square
+_SAME_WORD = 0.85  # likeness from which a word is a misspelled one: a letter of seven
 _ON_RESUME = {
     "free": "can change",
     "force": "can change with --force, which makes it another run",
@@ -45,8 +47,11 @@ def explain(name: str) -> str:
     blocks = _blocks(name, settings) or _blocks(name.lower(), settings)
     if not blocks and (advice := advice_within(name)) is not None:
         blocks = [*_explain_advice(name, advice, settings)]
+    blocks = blocks or _blocks_within(name, settings)
     if not blocks:
         close = _near_words(name, settings)
+        if close and difflib.SequenceMatcher(None, close[0], _spelled(name)).ratio() >= _SAME_WORD:
+            return f"{quote(name)} is read as {close[0]}\n\n{explain(close[0])}"
         hint = f"did you mean {' or '.join(close)}?" if close else "`unfog explain` lists the sections"
         raise RequestError(f"{quote(name)} is not a setting or a known word; {hint}")
     return "\n".join(blocks)
@@ -55,15 +60,19 @@ def explain(name: str) -> str:
 def words_for(setting: str) -> list[str]:
     """Return the words by which people look for a setting: its names in other trainers, and those of its advice."""
     words = [word for word, meant in USUAL.items() if meant == setting]
-    words += [word for word, advice in ADVICE.items() if setting in advice.settings]
+    words += [word for word, advice in all_advice().items() if setting in advice.settings]
     return [word.replace("_", " ") for word in words]
 
 
 def _near_words(name: str, settings: Sequence[Description]) -> list[str]:
     """Return at most three words that are spelled like this one and can be explained, nearest first."""
-    known = {word for each in settings for word in (*each.flags, each.path[0], *each.choices)} | {*ADVICE, *USUAL}
-    spelled = re.sub(r"[_ ]", "-", name.lstrip("-").lower())[:_LONGEST]
-    return difflib.get_close_matches(spelled, {word.replace("_", "-") for word in known}, n=3, cutoff=0.7)
+    known = {word for each in settings for word in (*each.flags, each.path[0], *each.choices)} | {*all_advice(), *USUAL}
+    words = {word.replace("_", "-") for word in known}
+    return difflib.get_close_matches(_spelled(name), words, n=3, cutoff=0.7)
+
+
+def _spelled(name: str) -> str:
+    return re.sub(r"[_ ]", "-", name.lstrip("-").lower())[:_LONGEST]
 
 
 def _blocks(name: str, settings: Sequence[Description]) -> list[str]:
@@ -83,6 +92,14 @@ def _blocks(name: str, settings: Sequence[Description]) -> list[str]:
         blocks = [*(_explain_advice(name, advice, [] if parts else settings) if advice is not None else []), *parts]
     # The last name alone, such as `warmup`, is tried after whole names and parts, as several sections may have it.
     return blocks or [_explain_setting(each) for each in settings if each.path[-1] == wanted]
+
+
+def _blocks_within(phrase: str, settings: Sequence[Description]) -> list[str]:
+    """Return the explanations for the longest part of a phrase that is a name, as of "how big a batch"; else []."""
+    if not re.fullmatch(r"[A-Za-z' ]+\??", phrase):  # of a misspelled name, similar ones are said
+        return []
+    names = (name for words in parts_of(phrase) for name in (" ".join(words), " ".join(words).removesuffix("s")))
+    return next((blocks for name in names if len(name) > 2 and (blocks := _blocks(name, settings))), [])
 
 
 def _explain_advice(name: str, advice: Advice, settings: Sequence[Description]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from unfog.config.validate import override_sampler
 from unfog.data.settings import UNREAD
 from unfog.errors import RequestError
 from unfog.settings import Affects, Rules, is_auto, rules_of
+from unfog.text import plural
 
 # The digests that a setting enters, by what it affects.
 _DIGESTS: dict[Affects, tuple[str, ...]] = {
@@ -148,7 +149,7 @@ def check_changes(old: Config, new: Config, force: bool = False, images: Callabl
         elif rules.resume == "free":
             # A length is kept in images, but asked for in steps.
             batch = (old if is_auto(new.training, "batch") else new).training.batch
-            steps = f" ({now // batch:,} steps of {batch})" if name == "training.images" else ""
+            steps = f" ({plural(now // batch, 'step')} of {batch})" if name == "training.images" else ""
             lines.append(f"{name}: {before!r} -> {now!r}{steps}")
         elif rules.resume != "force":
             raise RequestError(

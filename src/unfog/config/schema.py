@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from unfog.config.aliases import EPOCHS, USUAL, advice_on, current_name
+from unfog.config.advice import advice_on
+from unfog.config.aliases import EPOCHS, USUAL, current_name
 from unfog.config.representation import LatentSpace, PixelSpace, Representation
 from unfog.config.task import AutoencoderTask, DiffusionTask, RunTask
 from unfog.data.settings import Data

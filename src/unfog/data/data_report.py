@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.errors import RequestError
-from unfog.text import sanitize
+from unfog.text import plural, sanitize
 from unfog.values.image_format import ImageFormat, Size, StoredValues, scaled, sides_of
 
 _REASONS_LISTED, _NAMES_LISTED = 10, 3
@@ -185,7 +185,7 @@ class DataReport:
     def line(self) -> str:
         """Return the whole report as one line for people."""
         count = len(self.class_counts)
-        classes = f" in {count:,} class{'es' * (count != 1)}" if count else ""
+        classes = f" in {plural(count, 'class')}" if count else ""
         actions = self.actions
         pages = self.unused_pages + actions.get("first_frame", 0)
         more = {"first_frame": f" ({self.unused_pages:,} of {pages:,} pages are not used)" * (self.unused_pages > 0)}
@@ -195,7 +195,7 @@ class DataReport:
         unchanged = f"as they are ({format.sides if format.is_picture else format})"
         unread = f"decoded during training ({self.image_format}), so not checked yet"
         parts = [
-            f"{self.found:,} image{'s' * (self.found != 1)}{classes}",
+            f"{plural(self.found)}{classes}",
             f"{self.used:,} used: {done or unchanged}" if self.read else unread,
         ]
         if self.values and (self.has_deep_images or not self.read):
@@ -205,12 +205,12 @@ class DataReport:
         if self.skipped:
             parts.append(f"{len(self.skipped):,} skipped ({self._skipped_by_reason()})")
         if captions := self.captions:
-            parts.append(f"{captions:,} caption{'s' * (captions != 1)}")
+            parts.append(plural(captions, "caption"))
         left_out = {kind: count for kind in LEFT_OUT if (count := self.ignored.get(kind, 0))}
         if left_out:
             parts.append(f"left out: {', '.join(f'{n:,} {LEFT_OUT[kind][n != 1]}' for kind, n in left_out.items())}")
         if ignored := sum(self.others.values()) - sum(left_out.values()):
-            parts.append(f"{ignored:,} other file{'s' * (ignored != 1)} ignored")
+            parts.append(f"{plural(ignored, 'other file')} ignored")
         return "; ".join(parts)
 
     def _skipped_by_reason(self) -> str:

@@ -30,7 +30,7 @@ from unfog.data.sources.label_tables import strip_shard
 from unfog.data.sources.labels import apply_label_table, labels_setting, read_columns, warn_of_masks_beside_images
 from unfog.errors import RequestError, RunError
 from unfog.settings import is_auto
-from unfog.text import sanitize
+from unfog.text import plural, sanitize
 from unfog.values.columns import Column, classes_of, in_order, labels_of, of_labels, rows_of
 from unfog.values.image_format import LEAST, MOST, ImageFormat, Size, colour_channels, size_of
 
@@ -429,9 +429,7 @@ class DecodeResult:
             counted = ", ".join(f"{n:,} {why}" for why, n in Counter(statistics.reasons.values()).most_common(3))
             named = any(UNKNOWN_REMEDY in why for why in statistics.reasons.values())  # data.unknown, for NaN
             remedy = "give that setting, or replace them" if named else "replace them"
-            raise NoUsableImageError(
-                f"none of the {len(used):,} images in {source.name} can be used: {counted}; {remedy}"
-            )
+            raise NoUsableImageError(f"none of {plural(len(used))} in {source.name} can be used: {counted}; {remedy}")
         rows, records = order[used], statistics.records[used]
         columns = rows_of(scan.all_columns, rows)
         if (labels := labels_of(columns)) is not None:  # a class without a usable image is dropped

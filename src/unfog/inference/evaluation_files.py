@@ -33,7 +33,7 @@ from unfog.pipeline.generate import GenerationSettings
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.notebook import preformatted
 from unfog.reporting.progress import align_columns
-from unfog.text import without_secrets
+from unfog.text import plural, without_secrets
 from unfog.training.distributed.world import World
 from unfog.values.image_format import ImageFormat
 
@@ -92,6 +92,7 @@ class Evaluation:
     drawn: Mapping[str, Any]
     """Settings of the samples: sampler, steps, seed, guidance, weights, reference."""
     measured: Sequence[MetricResult]
+    """Each metric with its value, interval and standard error."""
     copies: Sequence[Mapping[str, Any]] = ()
     """Searches for copies of training images: by, severity, evidence, remedy, facts, picture (a file name)."""
     verdict: str = ""
@@ -109,7 +110,9 @@ class Evaluation:
     truth: Sequence[ImageAgreement] = ()
     """How draws from conditions that are images agree with the held-out images."""
     seconds: float = 0.0
+    """Time that the evaluation took."""
     asked: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the request."""
 
     def __getitem__(self, metric: str) -> MetricResult:
         """Return the metric of this name. KeyError if it is unknown."""
@@ -156,7 +159,7 @@ class Evaluation:
             # None in files of earlier versions.
             known = one.loss_low is not None and one.loss_high is not None
             within = f" ({one.loss_low:.4g} to {one.loss_high:.4g})" if known else ""
-            loss = f"{one.loss:.4g}{within} of {one.n:,} images"
+            loss = f"{one.loss:.4g}{within} of {plural(one.n)}"
             said = f"Rise of the held-out loss, {loss}, with conditions of others or none"
             tables.append((said, [_WORTH_HEAD, *map(_worth_row, self.worth)]))
         return tables

@@ -40,6 +40,7 @@ from unfog.inference.exports.description import describe_denoiser, describe_mode
 from unfog.inference.exports.diffusers import draw_samples, plain_weights, save_weights, write_pipeline
 from unfog.inference.exports.hub import Repository
 from unfog.inference.exports.model_card import GRID, CardSettings, model_card
+from unfog.inference.exports.small_run import write_small_run
 from unfog.inference.loaded_run import LoadedRun
 from unfog.models.autoencoder_settings import CONFIG, OURS
 from unfog.models.network_settings import CustomNetwork
@@ -47,7 +48,7 @@ from unfog.pipeline.generate import GenerationSettings, sample_grid
 from unfog.pipeline.latents import open_run_autoencoder
 from unfog.reporting.image_grids import Pixels, save_png
 from unfog.reporting.progress import say
-from unfog.text import sanitize
+from unfog.text import plural, sanitize
 
 _DESCRIPTION, _WEIGHTS, SOURCE = "model.json", "model.safetensors", "network.py"
 # Largest difference between the outputs of the run and of its export, over the largest output.
@@ -137,7 +138,7 @@ def _write_code(job: _Export, kind: str) -> None:
     modules = reading_modules(job.run.config) if job.run.config.columns else ()
     for name, content in code_files(kind, modules).items():
         write_atomic(job.folder / name, content, job.folder)
-    if kind == "diffusers":
+    if kind in ("diffusers", "run"):
         return
     # Written a moment ago, by this process, from this package.
     code = run_path(str(job.folder / ("denoiser.py" if kind == "denoiser" else "values.py")))
@@ -175,10 +176,12 @@ def _card_grid(job: _Export) -> tuple[Pixels, str]:
     count = _SAMPLES if not classes else len(classes) * max(1, _SAMPLES // len(classes))
     # Of many classes one sample each would be a page of samples.
     count = count if count <= 2 * _SAMPLES else _SAMPLES
-    say(f"  drawing {count} samples for the model card")
+    say(f"  drawing {plural(count, 'sample')} for the model card")
     config = job.run.config
     samples = config.view(config.image_format.to_pictures(draw_samples(config, job.network, job.sampler, count)))
-    caption = f"{count} samples of seed 0, {job.sampler.kind} in {job.sampler.steps} steps, not selected"
+    caption = (
+        f"{plural(count, 'sample')} of seed 0, {job.sampler.kind} in {plural(job.sampler.steps, 'step')}, not selected"
+    )
     caption += "; conditions besides the class are open" * bool(config.columns)
     named = f"; {sanitize(', '.join(classes))}" if 1 < len(classes) <= _SAMPLES else ""
     return sample_grid(samples, classes), f"{caption}{named}"
@@ -198,7 +201,7 @@ def _check(run: LoadedRun, sampler: Sampler, kind: str) -> None:
             "--format denoiser is of pixels, and this run generates latents, in which a measurement of pixels is not "
             "linear; give --format safetensors"
         )
-    if isinstance(run.config.network, CustomNetwork) and kind in ("safetensors", "diffusers", "denoiser"):
+    if isinstance(run.config.network, CustomNetwork) and kind in ("safetensors", "diffusers", "denoiser", "run"):
         raise RequestError(
             f"the network of this run is {run.config.network.path}, whose code is not ours to copy; "
             "--format onnx or pt2 exports its graph"
@@ -220,6 +223,12 @@ def _write_safetensors(job: _Export) -> float:
     rebuilt = run_path(str(job.folder / SOURCE))["build"](job.description)
     rebuilt.load_state_dict(load_file(tensor_file(job.folder / _WEIGHTS, job.folder)))
     return _relative_difference(job.called, rebuilt.eval(), _example_inputs(job.description))
+
+
+def _write_run(job: _Export) -> float:
+    loaded = write_small_run(job.run, job.network, job.sampler, job.folder)
+    others = with_named_inputs(job.run.config, loaded)
+    return _relative_difference(job.called, others, _example_inputs(job.description))
 
 
 def _write_denoiser(job: _Export) -> float:
@@ -310,4 +319,5 @@ _WRITERS: dict[str, Callable[[_Export], float]] = {
     "onnx": lambda job: _write_graphs(job, ".onnx"),
     "pt2": lambda job: _write_graphs(job, ".pt2"),
     "denoiser": _write_denoiser,
+    "run": _write_run,
 }

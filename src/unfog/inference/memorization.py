@@ -186,10 +186,12 @@ def check_memorization(drawn: Pixels, matches: Pixels, search: Nearness) -> Find
         )
         remedy = "train on more images, for fewer steps, or with --flip and dropout (--network small:dropout=0.1)"
         return Finding("run.memorised", "warning" if clearly_more else "hint", evidence, remedy, facts, figures)
+    lower = ": your images are alike among themselves" * (limit < COPY)
     evidence = (
         f"no sign of copies: the nearest training image is at {facts['median_ratio']:.2f} of the distance of the next "
         f"ones (1: no nearer to one image than to others); {len(usual)} {what} are "
-        f"at {facts['median_ratio_of_unseen']:.2f}; copies would lie below {limit:.2g} ({searched:,} searched)"
+        f"at {facts['median_ratio_of_unseen']:.2f}{lower}{', so' if lower else ';'} copies would lie below {limit:.2g}"
+        f"{f' in place of {COPY}' if lower else ''} ({searched:,} searched)"
     )
     evidence += "; copies that are moved around their edges are not found" * search.rolled
     return Finding("run.memorised", "fine", evidence, "", facts, figures)

@@ -10,6 +10,7 @@ from unfog.errors import RequestError
 from unfog.reporting.image_grids import Pixels, captioned_grid
 from unfog.reporting.image_grids import grid as image_grid
 from unfog.reporting.notebook import figure, picture
+from unfog.text import plural
 from unfog.values.condition_requests import CellNames
 from unfog.values.image_format import are_pictures, to_pillow
 
@@ -70,8 +71,7 @@ class Samples(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
 
     def _title(self) -> str:
         n, height, width, _ = self.shape
-        count = "1 image" if n == 1 else f"{n:,} images"
-        return f"{count} of {width}x{height} pixels{f', {self.caption}' * bool(self.caption)}"
+        return f"{plural(n)} of {width}x{height} pixels{f', {self.caption}' * bool(self.caption)}"
 
     def __repr__(self) -> str:
         if not self._are_images:

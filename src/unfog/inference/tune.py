@@ -52,7 +52,7 @@ class TuneResult:
 
     def __repr__(self) -> str:
         errors = ", ".join(f"{name} {error:.4f}" for name, error in sorted(self.errors.items(), key=lambda row: row[1]))
-        return f"<noise levels of {self.sampler.kind} in {self.sampler.steps} steps, by error: {errors}>"
+        return f"<noise levels of {self.sampler.kind} in {plural(self.sampler.steps, 'step')}, by error: {errors}>"
 
     def _repr_html_(self) -> str:
         return preformatted(self.table().splitlines())

@@ -40,7 +40,8 @@ class ColumnEmbedding(nn.Module):
     def __init__(self, columns: Sequence[ColumnFacts], layer: Callable[[int], nn.Module], balanced: bool = False):
         super().__init__()
         of = _by_kind(columns)
-        if sum(map(len, of.values())) < len(columns):
+        ordered = [one for each in of.values() for one in each]
+        if len(ordered) < len(columns):
             raise RequestError("the network has no layer for a column of this run; leave the column out")
         vectors = [(one.statistics, len(one.statistics) // 4) for one in of["vector"]]
         self._categories = [len(one.categories) for one in of["category"]]
@@ -54,16 +55,14 @@ class ColumnEmbedding(nn.Module):
             "vector_mean": [each for values, size in vectors for each in values[:size]],
             "vector_deviation": [each for values, size in vectors for each in values[size : 2 * size]],
             "waves": list(_WAVES),
-            "scale": _scales([(name, one) for name, each in of.items() for one in each], balanced),
+            "scale": _scales(ordered, balanced),
         }
         for name, values in buffers.items():
             self.register_buffer(name, torch.tensor(values, dtype=torch.float32), persistent=False)
         self.linear = layer(len(buffers["scale"]))
         if not balanced and isinstance(self.linear, nn.Linear):
             with torch.no_grad():
-                self.linear.weight.mul_(
-                    _initial_factors([one for each in of.values() for one in each], self.linear.weight)
-                )
+                self.linear.weight.mul_(_initial_factors(ordered, self.linear.weight))
 
     def forward(self, told: Conditions, count: int, dtype: torch.dtype) -> Tensor:
         """Return the embedding [B, width] of `count` images; a field that is absent is known of none of them."""
@@ -131,10 +130,10 @@ _POWER: dict[str, Callable[[ColumnFacts], float]] = {
 }
 
 
-def _scales(columns: Sequence[tuple[str, ColumnFacts]], balanced: bool) -> list[float]:
+def _scales(columns: Sequence[ColumnFacts], balanced: bool) -> list[float]:
     """Return the factor of each input; see `ColumnEmbedding`."""
-    inputs = [one.inputs for _, one in columns]
-    powers = [_POWER[name](one) if balanced else sum(inputs) / len(columns) for name, one in columns]
+    inputs = [one.inputs for one in columns]
+    powers = [_POWER[one.kind](one) if balanced else sum(inputs) / len(columns) for one in columns]
     shares = [(sum(inputs) / len(columns) / power) ** 0.5 for power in powers]
     return [share for share, size in zip(shares, inputs) for _ in range(size)]
 

@@ -86,33 +86,43 @@ class _OwnLevels(LevelSettings):
 
     def attending(self) -> tuple[int, ...]:
         """Return the channels of each place that has attention."""
-        return tuple(c for c, attends in zip(self.channels, self.attention) if attends)
+        return self._channels_that_attend(self.attention)
+
+    def _channels_that_attend(self, attention: tuple[bool, ...]) -> tuple[int, ...]:
+        return tuple(c for c, attends in zip(self.channels, attention) if attends)
 
     def __post_init__(self) -> None:
         """Raise `RequestError` unless levels and attention heads fit together."""
-        channels, blocks, heads = list(self.channels)[:16], self.blocks, self.head_channels
+        channels, blocks = list(self.channels)[:16], self.blocks
         valid = 1 <= len(self.channels) <= 12 and 1 <= blocks <= 100
         if not valid or min(self.channels) < 4 or max(self.channels) > 16384:
             raise RequestError(
                 f"channels = {channels} or blocks = {blocks} is out of range; give 1 to 12 levels of 4 to "
                 "16384 channels each, and 1 to 100 blocks"
             )
-        if len(self.attention) != len(self.channels):
-            raise RequestError(
-                f"attention has {len(self.attention)} entries, but channels has {len(self.channels)} levels; "
-                f"give one 1 or 0 for each level: attention={'/'.join('0' * (len(self.channels) - 1))}/1"
-            )
         check_bounds(self)
-        self._check_groups()
-        attending = self.attending()
-        if heads and (wrong := [c for c in attending if c % heads]):
-            raise RequestError(
-                f"channels = {wrong[0]} must be a multiple of head_channels = {heads} in a level with "
-                f"attention; try head_channels = {_common_divisor(attending)}, or 0 for one head"
-            )
+        if refused := self._refusals():
+            remedy = ",".join(f"{name}={value}" for _, name, value in refused)
+            raise RequestError(f"{', and '.join(said for said, _, _ in refused)}; try {remedy}")
 
-    def _check_groups(self) -> None:
-        """Raise `RequestError` if the channels do not fit a normalisation; the default has none."""
+    def _refusals(self) -> list[tuple[str, str, object]]:
+        """Return all settings that do not fit the channels, as (what is wrong, name, a value that fits)."""
+        refused: list[tuple[str, str, object]] = []
+        attention, levels = self.attention, len(self.channels)
+        if len(attention) != levels:
+            said = f"attention has {len(attention)} entries, but channels has {levels} levels"
+            attention = (False,) * (levels - 1) + (True,)
+            refused.append((said, "attention", "/".join(f"{attends:d}" for attends in attention)))
+        refused += self._groups_refused()
+        heads, attending = self.head_channels, self._channels_that_attend(attention)
+        if heads and (wrong := [c for c in attending if c % heads]):
+            said = f"channels = {wrong[0]} must be a multiple of head_channels = {heads} in a level with attention"
+            refused.append((said, "head_channels", _common_divisor(attending)))
+        return refused
+
+    def _groups_refused(self) -> list[tuple[str, str, object]]:
+        """Return the same for the groups of a normalisation; the default has none."""
+        return []
 
     def _level_bounds(self, side: float) -> Iterator[_LevelBound]:
         count = 2 * self.blocks + 4  # down, up, the middle ones and resampling
@@ -178,16 +188,13 @@ class UNet(_OwnLevels):
     downsample_padding: Literal[0, 1] = 1
     """1 pads a downsampling convolution on all sides; 0 only right and below, as the original DDPM does."""
 
-    def _check_groups(self) -> None:
-        for channels in self.channels:
-            if channels % self.norm_groups:
-                raise RequestError(
-                    f"channels = {channels} must be a multiple of norm_groups = {self.norm_groups}; try "
-                    f"norm_groups = {_common_divisor(self.channels)}"
-                )
+    def _groups_refused(self) -> list[tuple[str, str, object]]:
+        wrong = [channels for channels in self.channels if channels % self.norm_groups]
+        said = f"channels = {wrong[0]} must be a multiple of norm_groups = {self.norm_groups}" if wrong else ""
+        return [(said, "norm_groups", _common_divisor(self.channels))] if wrong else []
 
-    def attending(self) -> tuple[int, ...]:
-        return super().attending() + self.channels[-1:] * self.mid_attention
+    def _channels_that_attend(self, attention: tuple[bool, ...]) -> tuple[int, ...]:
+        return super()._channels_that_attend(attention) + self.channels[-1:] * self.mid_attention
 
     def size_bound(self, channels: int, side: float, conditions: int) -> tuple[float, float]:
         first = self.channels[0]

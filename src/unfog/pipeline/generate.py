@@ -85,7 +85,7 @@ class GenerationSettings:
 
     @property
     def indices(self) -> Sequence[int]:
-        """Numbers of all samples."""
+        """Numbers of the samples to draw, from which their noise and conditions follow."""
         return self.numbers or range(self.first, self.first + self.count)
 
     def resolved(self, config: Config, device: torch.device) -> GenerationSettings:

@@ -34,7 +34,7 @@ from unfog.models.autoencoder_settings import CONFIG, OURS, WEIGHTS, Autoencoder
 from unfog.process.device import choose_device
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.process.signals import StopSignals
-from unfog.reporting.progress import Progress, say, warn
+from unfog.reporting.progress import Progress, plural, say, warn
 from unfog.training.checkpoints.snapshot import sync
 from unfog.values.image_format import StoredValues
 
@@ -268,7 +268,7 @@ def _encode_or_load(config: Config, sets: list[ImageSet], stop: StopSignals, few
 
         stored = job.encode_all(update) if few else job.load_or_encode(key, update)
     if done and not few:
-        say(f"  latents: {done:,} images encoded in {time.perf_counter() - started:.1f} s")
+        say(f"  latents: {plural(done)} encoded in {time.perf_counter() - started:.1f} s")
     return key, stored
 
 

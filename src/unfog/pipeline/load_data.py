@@ -36,7 +36,7 @@ from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, format_duration, say, warn
 from unfog.settings import AUTO, is_auto
-from unfog.text import sanitize
+from unfog.text import plural, sanitize
 from unfog.training.distributed.watchdog import AWAITING_IMAGES
 from unfog.values.buckets import bucket_texts
 from unfog.values.condition_format import TEXT, facts_of
@@ -240,7 +240,7 @@ def _report(config: Config, source: Source, dataset: Dataset, few: bool) -> None
     elif is_auto(config.data, "size") and not packed and (chosen := dataset.report.chosen_size_line()):
         say(f"  {chosen}")
     if 0 < len(dataset.train) < (batch := config.training.likely_batch):
-        warn(f"batch = {batch} is more than the {len(dataset.train)} images, so some images are used twice in a batch")
+        warn(f"batch = {batch} is more than the {plural(len(dataset.train))}, so some images are used twice in a batch")
     for warning in dataset.warnings:
         warn(warning)
     # Floating point from Python was scaled when it was stored there.

@@ -16,7 +16,7 @@ from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
-from unfog.reporting.progress import Progress, format_bytes, format_duration, say, warn
+from unfog.reporting.progress import Progress, format_bytes, format_duration, plural, say, warn
 from unfog.settings import AUTO, is_auto
 from unfog.values.columns import columns_digest
 
@@ -110,7 +110,7 @@ def _report_pack(made: Pack, scan: Scan, begun: int, seconds: float, size_was_op
     if size_was_open and (chosen := made.report.chosen_size_line()):
         say(f"  {chosen}")
     say(
-        f"packed {n:,} images of {made.report.image_format} into {printable(str(made.path))}: "
+        f"packed {plural(n)} of {made.report.image_format} into {printable(str(made.path))}: "
         f"{format_bytes(made.nbytes)} in {format_duration(seconds)}, {pace:,.0f} images/s"
     )
     # A pack of images from before and after a change is of neither set, and nothing in it shows that.

@@ -211,7 +211,7 @@ class FailureReporter:
             if len(names) > _MAX_SINGLE:
                 named = ", ".join(map(sanitize, names[:_MAX_SINGLE]))
                 recorder.warn(
-                    step, f"{len(names):,} images cannot be used: {reason}, such as {named}; others replace them"
+                    step, f"{plural(len(names))} cannot be used: {reason}, such as {named}; others replace them"
                 )
                 continue
             for name in names:

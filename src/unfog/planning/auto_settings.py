@@ -321,13 +321,14 @@ class AutoSettings:
             images = seen + self._images_beside_evaluation(left / pace * training.batch)
             how = f"the {'predicted' if self.machine.data_sheet else 'measured'} pace of {training.batch / pace:,.0f}"
             reason = f"{budget} at {how} images/s, less what previews and evaluation take"
+            reason += f"; {self.doubt_of_pace}" * bool(self.doubt_of_pace)
             if not left:
                 reason = f"{budget} is used up, as the start took {format_duration(spent)}; one step is trained"
             self._note("images", max(images, training.batch), reason)
         steps = max(1, -(-images // training.batch))
         if steps * training.batch < seen:
             raise RequestError(
-                f"the run is already at step {seen // training.batch:,}, beyond the {steps:,} steps that "
+                f"the run is already at step {seen // training.batch:,}, beyond the {plural(steps, 'step')} that "
                 "were given; --steps and --images count from the start of the run, --budget from now"
             )
         self._set_training(images=steps * training.batch, steps=0, budget="")
@@ -365,6 +366,12 @@ class AutoSettings:
             step = self.predicted_step_time(self.machine.data_sheet)
             return (step.low + step.high) / 2
         return self.measured_step.step
+
+    @property
+    def doubt_of_pace(self) -> str:
+        """The reason not to trust the measured time of a step; "" without one, or if no step was measured."""
+        measured: StepTime | None = vars(self).get("measured_step")  # where it is kept, once it was measured
+        return "" if measured is None else measured.doubt
 
     def predicted_step_time(self, device: Device) -> TimeRange:
         """Return the seconds of a step by the data sheet of a device."""

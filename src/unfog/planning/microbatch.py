@@ -175,9 +175,10 @@ def memory_upper_bound(config: Config, at_once: int) -> float:
 
 
 def _text_bound(network: NetworkSettings, told: ConditionFormat, side: float) -> tuple[float, float]:
-    """Return upper bounds of the share of a text: (weights, numbers kept of each image for the backward pass).
+    """Return upper bounds of what captions add: (weights, numbers kept for the backward pass of each image).
 
-    Infinite for a network that has no such bound, for a pretrained encoder, and as long as the width is open.
+    Infinite where no bound is known: for some networks, for a pretrained text encoder, and until the width of the text
+    encoder is chosen.
     """
     if told.text is None or told.text_model is not None or not told.text_width or not network.takes_text:
         return math.inf, math.inf

@@ -31,6 +31,7 @@ from unfog.reporting.findings import Finding
 from unfog.reporting.notebook import preformatted
 from unfog.reporting.progress import format_bytes, format_duration, plural
 from unfog.reporting.records import json_values
+from unfog.text import LEAST_SHOWN
 from unfog.training.stability.out_of_memory import microbatch_size
 
 _LONG = 30 * 86400.0  # seconds from which on a plan warns
@@ -69,6 +70,8 @@ class Plan:
     """What compiling costs and gains; "" if it is not asked for."""
     quota: str = ""
     """What a CPU quota leaves of the cores; "" without one."""
+    doubt: str = ""
+    """The reason not to trust the measured times; "" without one, or if none was measured."""
 
     def __repr__(self) -> str:
         return f"<{self.lines()[0]}>"
@@ -80,7 +83,7 @@ class Plan:
         """Return the plan as lines of text."""
         training = self.config.training
         sides, count = self.config.image_format.sides, f"{self.parameters / 1e6:.2f}M parameters"
-        title = f"plan: {count}, {self.images:,} images of {sides}, batches of {training.batch:,}"
+        title = f"plan: {count}, {plural(self.images)} of {sides}, batches of {training.batch:,}"
         apart = self.processes > 1
         forward, peak = _format_flops(self.work.forward), format_bytes(self.memory.peak)
         several = f"{self.processes:,} processes, {'the network divided' if training.shard else 'each with all'}: "
@@ -101,13 +104,12 @@ class Plan:
 
     def _memory_rows(self) -> list[tuple[str, str]]:
         memory, step = self.memory, self.memory.step
-        largest = sorted(((count, name) for name, count in step.parts.items() if count), reverse=True)
-        told = [(format_bytes(count), name) for count, name in largest]
-        parts = ", ".join(f"{name} {count}" for count, name in told if count != format_bytes(0))
+        largest = sorted(((count, name) for name, count in step.parts.items() if count >= LEAST_SHOWN), reverse=True)
+        parts = ", ".join(f"{name} {format_bytes(count)}" for count, name in largest)
         rows = {"kept by its graph": memory.graph}
         rows |= {"sampling a preview": memory.drawing, "held-out loss": memory.measuring}
         rows |= {"checkpoint (host)": memory.snapshot, "images (host)": memory.images}
-        # Half precision makes a step smaller, and a graph is kept beside what is evaluated.
+        # Why evaluation may take more than a step, which half precision makes smaller.
         beside = ", beside the graph" if memory.graph else ""
         why = {"held-out loss": f": in fp32{beside}"} if memory.measuring > max(step.total, memory.drawing) else {}
         lines = [(f"  {name}", format_bytes(count) + why.get(name, "")) for name, count in rows.items() if count]
@@ -117,6 +119,7 @@ class Plan:
         times = {name: format_time(time) for name, time in self.times.items() if name != "in all"}
         if all(time == "?" for time in times.values()):
             return []
+        times["step"] += f"; {self.doubt}" * bool(self.doubt)
         return [(f"  {'a step' if name == 'step' else name.removesuffix(' images')}", t) for name, t in times.items()]
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,6 +143,7 @@ class Plan:
             "seconds": json_values(self.times),
             "compiling": self.compiling,
             "quota": self.quota,
+            "doubt": self.doubt,
             "disk": list(self.disk),
             "transfer": self.transfer,
             "findings": [{**{name: getattr(f, name) for name in _OF_FINDING}, **f.facts} for f in self.findings],
@@ -187,6 +191,7 @@ def plan(request: PlanRequest) -> Plan:
         findings=(*fatal, *findings, *_time_findings(times["in all"])),
         compiling=_describe_compiling(auto),
         quota="" if target else describe_quota(),
+        doubt=auto.doubt_of_pace,
     )
 
 

@@ -31,7 +31,7 @@ from unfog.pipeline.build import (
 from unfog.pipeline.generate import GenerationSettings, sample_calls
 from unfog.planning.flops import TimeRange
 from unfog.process.device import synchronize
-from unfog.reporting.progress import Progress
+from unfog.reporting.progress import Progress, plural
 from unfog.settings import AUTO, is_auto
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
@@ -43,6 +43,8 @@ from unfog.training.state import TrainState
 _SLOW = 5  # times the seconds for timing: no step is begun once one that took longer has ended
 _TIMED = 64  # images that steps are timed with, if none are decoded yet
 _PORTIONS = 3  # of the steps that are timed: the median leaves out a slow moment of the machine
+# Cores below which a machine is called busy: the thread that trains never waits for long, and would have one to itself.
+_BUSY = 0.7
 _MOST_STEPS = 200  # in a portion
 _SAMPLES = (16, 64, 10_000, 50_000)  # whose times are listed: a grid to look at, and the usual numbers for metrics
 # Floating-point operations of a step that takes minutes on a CPU, so that it is predicted instead of timed.
@@ -58,11 +60,12 @@ class _StepTimer(TrainingHooks):
         self.seconds, self.compiles, self.least = seconds, compiles, least
         self.progress = progress
         self.interrupted = stop_requested
-        self.times = [time.perf_counter()]
+        self.times, self.processor = [time.perf_counter()], [time.process_time()]
 
     def on_step_end(self, step: int) -> None:
         # The loop is a step ahead of the device at most, which it waits for to see whether a gradient was finite.
         self.times.append(time.perf_counter())
+        self.processor.append(time.process_time())
         self.progress.update(step)
 
     def stop_requested(self) -> bool:
@@ -80,7 +83,9 @@ class _StepTimer(TrainingHooks):
 
     def step_time(self) -> StepTime:
         first, *others = [b - a for a, b in pairwise(self.times)]
-        return StepTime(first, statistics.median(others or [first]))
+        since = 1 if others else 0  # as the first step may compile, which other processes do
+        cores = (self.processor[-1] - self.processor[since]) / max(self.times[-1] - self.times[since], 1e-9)
+        return StepTime(first, statistics.median(others or [first]), cores)
 
 
 def measure_step(
@@ -98,7 +103,8 @@ def measure_step(
         trial.train(clock, stop_requested)
     if stop_requested():
         raise Interrupted
-    return clock.step_time()
+    # The host of another device waits for it, however idle its own cores are.
+    return clock.step_time() if device.type == "cpu" else clock.step_time()._replace(cores=None)
 
 
 def decoded_images(images: ImageSet) -> ImageSet:
@@ -149,7 +155,7 @@ def run_times(config: Config, step: TimeRange, call: TimeRange, held_out: int) -
     evaluations = repetitions(config.evaluate.every, steps) if config.evaluate.every > 0 else 0
     found = {
         "step": step,
-        f"training ({steps:,} steps)": step.times(steps),
+        f"training ({plural(steps, 'step')})": step.times(steps),
         f"previews ({previews:,})": call.times(asides["preview"]),
         f"evaluations ({evaluations:,})": call.times(asides["evaluate"]),
     }
@@ -233,6 +239,15 @@ class StepTime(NamedTuple):
     """Of the first step, which also allocates, and compiles if the network is compiled."""
     step: float
     """Of each step after it, the median."""
+    cores: float | None = None
+    """Cores that the process had meanwhile, on average; None if steps do not compute on them, or it is not known."""
+
+    @property
+    def doubt(self) -> str:
+        """The reason not to trust the pace: other processes kept the cores busy; "" if they did not."""
+        if self.cores is None or self.cores >= _BUSY:
+            return ""
+        return f"the machine is busy, and the steps had {self.cores:.0%} of a core: do not trust this pace"
 
     @classmethod
     def measure(cls, run: Callable[[int], float], seconds: float = 3.0) -> StepTime:

@@ -22,6 +22,7 @@ from rich.text import Text
 from unfog.files import locks
 from unfog.reporting.notebook import LiveText
 from unfog.text import format_bytes as format_bytes
+from unfog.text import plural as plural
 
 _REDRAW = 0.2  # seconds between two drawings of a live line
 _BAR = 16  # characters
@@ -104,12 +105,6 @@ def format_duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
-
-
-def plural(number: int, thing: str = "image") -> str:
-    """Return a count with its noun: "1 image", "2,000 classes"."""
-    plural = f"{thing[:-1]}ies" if thing.endswith("y") else f"{thing}es" if thing.endswith("s") else f"{thing}s"
-    return f"{number:,} {thing if number == 1 else plural}"
 
 
 def align_columns(rows: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.ljust) -> list[str]:

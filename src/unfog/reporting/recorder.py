@@ -244,8 +244,8 @@ class Recorder:
 
 
 def _trend(losses: Sequence[float]) -> str:
-    """Return ", falling", ", rising" or ", steady": the later half against the earlier; "" of few losses."""
-    if len(losses) < _FEWEST:
+    """Return ", falling", ", rising" or ", steady": the later half against the earlier; "" of few losses, or of NaN."""
+    if len(losses) < _FEWEST or not np.isfinite(losses).all():
         return ""
     earlier, later = np.array_split(np.asarray(losses, np.float64), 2)
     difference = float(later.mean() - earlier.mean())

@@ -29,10 +29,10 @@ from unfog.process.run_folder import RunFolder, next_folder
 from unfog.process.signals import StopSignals
 from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.findings import Figure, Finding, print_findings, write_findings
-from unfog.reporting.progress import Progress, say
-from unfog.runs.dry_run_checks import check_dry_run
+from unfog.reporting.progress import Progress, format_duration, say
+from unfog.runs.dry_run_checks import Trial, check_dry_run
 from unfog.runs.evaluation_hook import resolve_metrics
-from unfog.text import sanitize
+from unfog.text import manual, sanitize
 
 
 @caller_flags_kept()
@@ -54,9 +54,16 @@ def doctor(request: DoctorRequest) -> tuple[Path, list[Finding]]:
             findings = check_run(run, config.training.device, samples=0 if request.quick else 64)
         else:
             findings = _check_source(config, stop, request.quick)
-    print_findings(findings)
+    _show(findings)
     title = f"Checks of {place}" if is_run else f"Checks before training on {sanitize(place)}"
     return write_findings(page, title, findings), findings
+
+
+def _show(findings: list[Finding], fine: bool = False) -> None:
+    """Print the findings, and the page that helps with them if one is not fine."""
+    print_findings(findings, fine)
+    if any(finding.severity != "fine" for finding in findings):
+        say(f"  causes and remedies: {manual('docs/fix-it.md')}")
 
 
 def _check_gpu(request: DoctorRequest) -> tuple[Path, list[Finding]]:
@@ -64,7 +71,7 @@ def _check_gpu(request: DoctorRequest) -> tuple[Path, list[Finding]]:
     check_out(page, "", "the folder of the findings")
     with StopSignals(saves=False) as stop:
         findings = check_gpu(request.settings, stop)
-    print_findings(findings, fine=True)  # what a person asks for, even where all is well
+    _show(findings, fine=True)  # what a person asks for, even where all is well
     return write_findings(page, "Checks of the GPU", findings), findings
 
 
@@ -82,7 +89,9 @@ def _check_source_images(prepared: Dataset, config: Config, stop: StopSignals) -
         findings = check_images(prepared, config, update)
         if Pack.is_at(Path(config.source)):
             findings.append(_check_pack(Path(config.source), update))
-    sheet = Figure("Contact sheet", contact_sheet(prepared, Augment.from_settings(config.data), config.training.seed))
+    seen = contact_sheet(prepared, Augment.from_settings(config.data), config.training.seed)
+    changed = "Some are changed by --augment, as in training; samples do not show it." if config.data.augment else ""
+    sheet = Figure("Contact sheet", seen, caption=changed)
     return [*findings, Finding("data.seen", "fine", "the contact sheet shows the network's input", figures=(sheet,))]
 
 
@@ -109,9 +118,12 @@ def _check_planned_run(
     config, pace = auto.config, auto.seconds_per_step()
     findings = check_settings(config, prepared, device, pace)
     if findings[0].severity != "fatal":
-        findings.append(training_length_guide(config, prepared, pace))
+        findings.append(training_length_guide(config, prepared, pace, auto.doubt_of_pace))
         if not quick:
             state, images = build_state(config, device), one_size.as_network_input.train
+            trial = Trial.of(config, len(prepared.held_out), pace)
+            said = f"about {format_duration(trial.seconds)}" if trial.seconds else "as long as a few steps"
+            say(f"  overfitting eight images takes up to 20 s, trying every part of a run {said}; --quick does neither")
             findings.append(overfit_one_batch(config, state, images, stop))
-            findings += check_dry_run(config, prepared, device, stop)
+            findings += check_dry_run(trial, prepared, device, stop)
     return findings

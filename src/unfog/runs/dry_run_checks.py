@@ -10,11 +10,11 @@ import errno
 import io
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from unfog.data.dataset import Dataset
 from unfog.errors import Interrupted, RequestError, install_command
 from unfog.inference.exports.diffusers import export_difference
 from unfog.inference.run import Run
+from unfog.pipeline.generate import GenerationSettings, sample_calls
 from unfog.planning.disk import disk_space_needed
 from unfog.process.device import peak_bytes, resident_bytes
 from unfog.process.heartbeat import Heartbeat
@@ -31,7 +32,7 @@ from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import DRY_RUN, Finding
 from unfog.reporting.log_settings import Log
-from unfog.reporting.progress import Progress, format_bytes
+from unfog.reporting.progress import Progress, format_bytes, format_duration, plural
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.evaluation_hook import MIN_SAMPLES, TRIAL_SAMPLES
 from unfog.runs.ranks import RunContext
@@ -47,6 +48,10 @@ from unfog.training.state import TrainState
 _STEPS = 2
 _MAX_STEPS = 16  # fp16's loss scale begins at 2^16 and halves where it is too large: after 16 steps it is 1
 _SAMPLES = 4
+_FINAL_IMAGES = 4  # drawn at both ends of the resume, and as the last image of both sessions
+_AIM, _MOST_SECONDS = 20.0, 90.0  # seconds that the parts are shortened to, and after which none is begun
+# Images of a training batch, previews, sampling steps and evaluated images below which none is shortened.
+_LEAST = {"batch": 4, "preview": 1, "steps": 4, "evaluate": 2}
 _EXPORT_TOLERANCE = 1e-4  # of the largest output: what rounding may change between our network and diffusers'
 # Part -> consequence of its failure for the run.
 _CONSEQUENCES = {
@@ -61,14 +66,42 @@ _CONSEQUENCES = {
 _PART_OF_ACTIVITY = {"preview": "preview", "drawing": "preview", "evaluation": "evaluation", "saving": "checkpoint"}
 
 
-def check_dry_run(
-    config: Config, dataset: Dataset, device: torch.device, stop: StopSignals, folder: Path | None = None
-) -> list[Finding]:
-    """Return a finding for each part of a run: fine with its cost, or fatal with the error.
+class Trial(NamedTuple):
+    """A run as the dry run takes it: smaller, if the machine is slow."""
 
-    No setting of `config` is open. `folder` is the parent of the temporary folder, with space for as many checkpoints
-    as a run keeps; None for the system's. Trackers are disabled. The random state of torch is left as it was. A request
-    to `stop`, polled between the parts, raises Interrupted.
+    config: Config
+    seconds: float
+    """Time of all parts, as estimated; 0 if the pace is not known."""
+    smaller: str = ""
+    """What is smaller than in the run; "" if nothing is."""
+
+    @classmethod
+    def of(cls, config: Config, held_out: int, seconds_per_step: float) -> Trial:
+        """Halve what takes longest until all parts fit into twenty seconds, or nothing can be halved."""
+        per_image, sizes = seconds_per_step / config.training.batch, _sizes(config)
+        now = dict(sizes)
+        try:
+            while sum(costs := _costs(_resized(config, now), held_out, per_image)) > _AIM:
+                open_ones = {name: cost for name, cost in zip(now, costs) if now[name] // 2 >= _LEAST[name]}
+                if not open_ones:
+                    break
+                now[max(open_ones, key=lambda name: open_ones[name])] //= 2
+        except RequestError:  # settings that do not fit together, which the dry run will find
+            return cls(config, 0.0)
+        names = {"batch": "images in a batch", "preview": "in a preview", "steps": "sampling steps"}
+        names["evaluate"] = "held-out images"
+        changed = [f"{now[name]} of {sizes[name]} {what}" for name, what in names.items() if now[name] < sizes[name]]
+        return cls(_resized(config, now), sum(costs), ", ".join(changed))
+
+
+def check_dry_run(
+    trial: Trial, dataset: Dataset, device: torch.device, stop: StopSignals, folder: Path | None = None
+) -> list[Finding]:
+    """Return a finding for each part of a run: fine with its cost, fatal with the error, or a hint if not tried.
+
+    No setting of the `trial` is open. `folder` is the parent of the temporary folder, with space for as many
+    checkpoints as a run keeps; None for the system's. Trackers are disabled. The random state of torch is left as it
+    was. A request to `stop`, polled between the parts, raises Interrupted.
     """
     before = resident_bytes()
     if device.type == "cuda":
@@ -78,7 +111,10 @@ def check_dry_run(
         tempfile.TemporaryDirectory(prefix="unfog-dry-run-", dir=folder) as place,
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
     ):
-        findings = _DryRun(config, dataset, device, stop, RunFolder(Path(place))).run(progress)
+        findings = _DryRun(trial.config, dataset, device, stop, RunFolder(Path(place))).run(progress)
+    if trial.smaller:
+        said = f"the dry run was shortened, as this machine is slow: {trial.smaller}"
+        findings.append(Finding(f"{DRY_RUN}.shortened", "fine", said))
     return [*findings, _memory_held(before, device)]
 
 
@@ -105,6 +141,8 @@ class _DryRun:
         self.config, self.dataset, self.device = shorten(config, _STEPS), dataset, device
         self.stop, self.folder = stop, folder
         self.findings: list[Finding] = []
+        self.left_out: list[str] = []
+        self.deadline = time.monotonic() + _MOST_SECONDS
 
     def run(self, progress: Progress) -> list[Finding]:
         self.progress = progress
@@ -114,11 +152,19 @@ class _DryRun:
             self._part("resume", self._resume)
             if self._part("sample", self._sample):
                 self._part("export", self._export)
+        if self.left_out:
+            self.left_out += ["export"] * ("sample" in self.left_out)
+            said = f"not tried, as the dry run had taken over {format_duration(_MOST_SECONDS)}: "
+            remedy = "they take longer on this machine; a smaller --network, --size or --batch is quicker"
+            self.findings.append(Finding(f"{DRY_RUN}.time", "hint", said + ", ".join(self.left_out), remedy))
         return self.findings
 
     def _part(self, name: str, action: Callable[[], list[Finding]]) -> bool:
-        """Do a part without output. Returns True if it succeeded."""
+        """Do a part without output, if there is time. Returns True if it succeeded."""
         self.stop.leave_if_requested()
+        if self.findings and time.monotonic() > self.deadline:
+            self.left_out.append(name)
+            return False
         self.progress.update(len(self.findings), note=name)
         self.started, self.part = time.perf_counter(), name
         output = io.StringIO()
@@ -176,7 +222,7 @@ class _DryRun:
         return [
             _steps_trained(self.folder, self.state, training.batch, self.steps, seconds),
             moved,
-            *_slowest(self.folder, "preview", "preview", f"{self.config.preview.images} samples generated"),
+            *_slowest(self.folder, "preview", "preview", f"{plural(self.config.preview.images, 'sample')} generated"),
             *_slowest(self.folder, "evaluation", "evaluated", "held-out loss measured"),
             _passed("checkpoint", written, seconds=stall, bytes=stored),
             _passed("report", f"a report of {format_bytes(page)} written", bytes=page),
@@ -217,7 +263,7 @@ class _DryRun:
         """Load a new network from the run folder alone and sample, as `unfog sample` does."""
         self.loaded = Run(self.folder.path, device=str(self.device))
         count = len(self.loaded.sample(_SAMPLES, batch=_SAMPLES))
-        return self._finding(f"{count} samples generated from the saved run")
+        return self._finding(f"{plural(count, 'sample')} generated from the saved run")
 
     def _export(self) -> list[Finding]:
         """Compare the outputs of the exported network in diffusers; a hint if it is missing or has no such network."""
@@ -232,6 +278,43 @@ class _DryRun:
             raise ValueError(f"the output of diffusers' network differs, by {difference:.2g} of the largest value")
         said = f"diffusers' network agrees to {difference:.1g} of the largest value,"
         return self._finding(said, difference=difference)
+
+
+def _sizes(config: Config) -> dict[str, int]:
+    """Return what a dry run may be shortened in."""
+    return {
+        "batch": config.training.batch,
+        "preview": config.preview.images,
+        "steps": config.sampler.steps,
+        "evaluate": config.evaluate.images,
+    }
+
+
+def _resized(config: Config, sizes: Mapping[str, int]) -> Config:
+    """Return the same run with other sizes, the inverse of `_sizes`."""
+    training, batch = config.training, sizes["batch"]
+    return replace(
+        config,
+        training=replace(training, batch=batch, microbatch=min(training.microbatch, batch)),
+        preview=replace(config.preview, images=sizes["preview"]),
+        sampler=replace(config.sampler, steps=sizes["steps"]),
+        evaluate=replace(config.evaluate, images=sizes["evaluate"]),
+    )
+
+
+def _costs(config: Config, held_out: int, per_image: float) -> tuple[float, ...]:
+    """Return the seconds of all training steps, of previews, of other samples and of evaluations, by estimate.
+
+    `per_image` is the time of a training step for each of its images. A backward pass costs two forward passes.
+    """
+    short = shorten(config, _STEPS)
+    calls = sample_calls(GenerationSettings.default(short, 1, 1), short.diffusion.schedule)
+    metrics = short.evaluate.samples if short.evaluate.metrics_every > 0 and short.evaluate.metrics else 0
+    others = _SAMPLES + _FINAL_IMAGES + metrics
+    evaluated = 3 * min(short.evaluate.images, held_out) * short.evaluate.levels * (short.evaluate.every > 0)
+    passes = 2 * short.preview.images * calls, others * calls, evaluated
+    # Two steps, one repeated and one after a resume.
+    return (_STEPS + 2) * short.training.batch * per_image, *(each * per_image / 3 for each in passes)
 
 
 def shorten(config: Config, steps: int) -> Config:
@@ -307,7 +390,7 @@ def _steps_trained(folder: RunFolder, state: TrainState, batch: int, steps: int,
     if skipped:
         said = f"{skipped} of {steps} steps were skipped, as their gradient is not finite"
         return Finding(f"{DRY_RUN}.training", "warning", said, "--precision fp32, or bf16", facts)
-    said = f"{steps} steps of {batch} images trained, {first:.2g} s the first and {last:.2g} s the last"
+    said = f"{steps} steps of {plural(batch)} trained, {first:.2g} s the first and {last:.2g} s the last"
     # A step that only lowers the loss scale is expected of fp16, and so no warning, unlike those counted above.
     if state.updates < steps:
         said += f"; fp16's loss scale came down to {state.precision.scale:g} meanwhile, as it does in any run"

@@ -230,10 +230,10 @@ def _metric_flops(config: Config, samples: int, reference: int, width: int) -> f
 
 
 def _metrics_due(config: Config, step: int, plan: LengthPlan) -> bool:
-    """Return True if metrics are due after this step: the last one, or the first evaluation after their interval.
+    """Return True if metrics are due: after the last step, or at the first evaluation after each of their intervals.
 
-    Under a plan that stretches the interval of evaluations, that of metrics is as many times as long. A plan without
-    time for any but the last evaluation has none for samples.
+    A plan that multiplies the interval of evaluations multiplies that of metrics too. A plan that has time for the last
+    evaluation alone has no time to draw samples for metrics.
     """
     stretch = plan.stretch
     if not stretch:

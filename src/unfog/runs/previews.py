@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -61,7 +61,8 @@ class Preview(NamedTuple):
 class Previews:
     """Computes with the EMA weights of a run. The training state is afterwards what it was, whatever interrupts.
 
-    Samples and held-out losses are computed by all ranks of the `world`, each a part.
+    Samples and held-out losses are computed by all ranks of the `world`, each a part. `shown` has the conditions that
+    samples of a size cycle through, and the images beside them; nothing for a run with classes alone.
     """
 
     final_name = "denoising"  # of the image at the end of a run
@@ -73,11 +74,9 @@ class Previews:
         held_out: HeldOut | HeldOutBuckets | None,
         stop: StopSignals,
         world: World = SINGLE_PROCESS,
-        shown: ConditionsOfImages | None = None,
-        shown_by_bucket: Sequence[ConditionsOfImages | None] = (),
+        shown: Mapping[Size, ConditionsOfImages] = {},
     ):
-        self._shown, self._shown_by_bucket = shown, shown_by_bucket
-        self._given = config.conditions.usual if shown is None else shown.given
+        self._shown = shown
         self.config, self.state, self.held_out, self._stop, self._world = config, state, held_out, stop, world
         self._batch = config.training.batch  # images at once; shrinks where memory does not suffice
 
@@ -96,12 +95,12 @@ class Previews:
     ) -> Previews:
         """Return the previews of a run: those of its kind, with its held-out images."""
         held_out = build_held_out_set(dataset, config, state.precision.device)
-        shown = conditions_of_images(config, dataset.held_out, dataset.train)
-        shown_by_bucket = [
-            conditions_of_images(config.at_size(part.settings.size), part.held_out, part.train)
-            for part in dataset.buckets
-        ]
-        return cls.of(config)(config, state, held_out, stop, world, shown, shown_by_bucket)
+        shown = dict[Size, ConditionsOfImages]()
+        for part in dataset.buckets or [dataset]:
+            size = part.settings.size
+            if (found := conditions_of_images(config.at_size(size), part.held_out, part.train)) is not None:
+                shown[size] = found
+        return cls.of(config)(config, state, held_out, stop, world, shown)
 
     def preview(self) -> Preview:
         """Return a grid of samples from the same noise each time.
@@ -110,22 +109,25 @@ class Previews:
         and stand beside these. A run with buckets has a grid for each bucket, one below the other, with samples in
         proportion.
         """
-        count, buckets = self.config.preview.images, self.config.size_buckets
-        if not buckets:
-            samples, names = self.samples(count, self._given), self.config.conditions.captions(self._given, count)
-            return Preview(self._grid(self.config, samples, self._shown), view_channels(self.config, samples, names))
-        grids = []
-        shown_by_bucket = self._shown_by_bucket or [None] * len(buckets)
-        for bucket, n, shown in zip(buckets, share_samples(buckets, count), shown_by_bucket):
-            if n:
-                samples = self.samples(n, self._given if shown is None else shown.given, bucket.size)
-                grids.append(self._grid(self.config.at_size(bucket.size), samples, shown))
-        return Preview(stack(grids))
+        config, count = self.config, self.config.preview.images
+        if not config.size_buckets:
+            given = self._given(config.data.size)
+            samples, names = self.samples(count, given), config.conditions.captions(given, count)
+            return Preview(self._grid(config, samples), view_channels(config, samples, names))
+        shares = zip(config.size_buckets, share_samples(config.size_buckets, count))
+        drawn = {bucket.size: self.samples(n, self._given(bucket.size), bucket.size) for bucket, n in shares if n}
+        return Preview(stack([self._grid(config.at_size(size), samples) for size, samples in drawn.items()]))
 
-    def _grid(self, config: Config, samples: Pixels, shown: ConditionsOfImages | None) -> Pixels:
-        """Return one picture of samples [N, H, W, C], with their conditions."""
-        if shown is None:
-            return view_grid(config, samples, config.conditions.captions(self._given, len(samples)))
+    def _given(self, size: Size) -> Given:
+        """Return the conditions that samples of this size cycle through."""
+        return self._shown[size].given if size in self._shown else self.config.conditions.usual
+
+    def _grid(self, config: Config, samples: Pixels) -> Pixels:
+        """Return one picture of samples [N, H, W, C] at the size of `config`, with their conditions."""
+        size = config.data.size
+        if size not in self._shown:
+            return view_grid(config, samples, config.conditions.captions(self._given(size), len(samples)))
+        shown = self._shown[size]
         return conditions_sheet(config, shown.given, samples, shown.images)
 
     def seconds_per_sample(self) -> float | None:
@@ -177,7 +179,7 @@ class Previews:
         """Return the denoising steps of the first sample of a preview, at the size of the run."""
         image_map = ImageMap.of(self.config, self.state.precision.device)
         strip = DenoisingStrip(self.config.diffusion.schedule, image_map.view)
-        settings = replace(GenerationSettings.default(self.config, 1, 1), given=self._given)
+        settings = replace(GenerationSettings.default(self.config, 1, 1), given=self._given(self.config.data.size))
         with self._ema_weights():
             generate_images(self.state.model, self.config, settings, observe=strip)
         return strip.image()

@@ -15,6 +15,7 @@ import torch
 
 from unfog.callbacks import EndEvent
 from unfog.checks.settings.learning_rate_checks import describe_high_rate
+from unfog.checks.settings.length_checks import check_length
 from unfog.checks.settings.settings_checks import check_settings
 from unfog.config.resume_rules import settings_digests
 from unfog.config.schema import Config
@@ -41,7 +42,7 @@ from unfog.runs.evaluation_hook import EvaluationHook
 from unfog.runs.previews import Previews
 from unfog.runs.ranks import RunContext, StoppableHooks, watch_outages
 from unfog.runs.saver import Saver
-from unfog.runs.time_budget import STRETCHES, TimeBudget, resume_length
+from unfog.runs.time_budget import PlanNotices, TimeBudget, resume_length
 from unfog.text import without_secrets
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import load_checkpoint, read_state
@@ -52,8 +53,6 @@ from unfog.training.stability.nan_debug import NanReport
 from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 from unfog.training.statistics import Stopwatch
-
-_NOTABLE_CHANGE = 0.2  # of the length of a run with a time budget, from which on it is printed
 
 
 @cache
@@ -111,7 +110,7 @@ class Session(StoppableHooks):
         self.failures = FailureReporter(context.folder, dataset)
         self.state.length.adopt(config.training.images // config.training.batch)
         self.budget: TimeBudget | None = None
-        self._said_steps = 0  # the length that was printed last
+        self._plan_notices, self._length_unchecked = PlanNotices(), False
         self._new_length = False  # a resume gives one
         self.recorder: Recorder
         self.saver: Saver
@@ -295,17 +294,17 @@ class Session(StoppableHooks):
         self, choices: Sequence[Choice], findings: Sequence[Finding], changes: Sequence[str], fresh: bool
     ) -> None:
         """Print and record what is about to be trained, and how."""
+        self._plan_notices.steps = self.steps
         for change in changes:
             say(f"  changed: {change}")
             self.recorder.event("changed", self.step, setting=change)
         for choice in choices:
             say(f"  {choice}")
             self.recorder.event("choice", self.step, name=choice.name, value=str(choice.value), reason=choice.reason)
-        for finding in findings:
-            if finding.severity in ("fatal", "warning"):
-                self.recorder.warn(self.step, f"{finding.evidence}; {finding.remedy}".removesuffix("; "))
-            elif finding.facts.get("grey", 0) == finding.facts.get("looked_at"):  # three times the values for nothing
-                say(f"  {finding.evidence}; {finding.remedy}")
+        if self.budget is not None:  # which has only guessed the length by now
+            settled = [finding for finding in findings if finding.code != "settings.length"]
+            self._length_unchecked, findings = len(settled) < len(findings), settled
+        self._record_findings(findings)
         self.recorder.event("data", self.step, summary=self.dataset.report.line())
         if self.config.ema_snapshots.every > 0 and not self.state.ema_history_known:
             say("  no EMA snapshots are taken: the two averages were not both kept since the run began")
@@ -315,7 +314,7 @@ class Session(StoppableHooks):
             _say_that_threads_spin()
         say(
             f"{'training' if fresh else 'resuming'} {parameters / 1e6:.2f}M parameters in {self.context.folder.path}: "
-            f"steps {self.step:,} to {self.steps:,} of {training.batch} images, "
+            f"steps {self.step:,} to {self.steps:,} of {plural(training.batch)}, "
             f"{training.precision} on {training.device}"
         )
         if quota := describe_quota():
@@ -328,6 +327,14 @@ class Session(StoppableHooks):
         self.recorder.begin_report()
         folder = self.context.folder.path
         say(f"  report, refreshed as it trains: {folder / 'report.html'}; samples: {folder / 'samples'}")
+
+    def _record_findings(self, findings: Sequence[Finding]) -> None:
+        """Print and record the findings that are bad."""
+        for finding in findings:
+            if finding.severity in ("fatal", "warning"):
+                self.recorder.warn(self.step, f"{finding.evidence}; {finding.remedy}".removesuffix("; "))
+            elif finding.facts.get("grey", 0) == finding.facts.get("looked_at"):  # three times the values for nothing
+                say(f"  {finding.evidence}; {finding.remedy}")
 
     def _conclude(self) -> bool:
         """Draw the last image, or save where a stop was requested. Returns True at the end of the run."""
@@ -379,14 +386,15 @@ class Session(StoppableHooks):
             index = [int(self.stream.batch(place, 1).index[0]) for place in report.images]
             names = [self.dataset.train.names[i] for i in index]
             fields |= {"images": names, "levels": report.levels, "layer": report.where, "phase": report.phase}
-            high = describe_high_rate(self.config, sum(p.numel() for p in state.model.parameters()))
+            parameters = sum(p.numel() for p in state.model.parameters())
+            high = describe_high_rate(self.config, parameters, state.guard.lr_scale)
             warn(f"step {self.step:,} was skipped: {high}{report.describe(names)}")
         self.recorder.event("step_refused", self.step, **fields)
 
     def on_out_of_memory(self, state: TrainState) -> None:
         now = microbatch_size(self.config.training, state)
         checkpointing = getattr(state.model, "checkpointing", False)
-        how = "one at a time with gradient checkpointing" if checkpointing else f"{now:,} images at a time"
+        how = "one at a time with gradient checkpointing" if checkpointing else f"{plural(now)} at a time"
         self.recorder.warn(self.step, f"out of memory; continuing with {how}, at the same batch size")
         self.recorder.event("out_of_memory", self.step, microbatch=now, checkpointing=checkpointing)
 
@@ -476,22 +484,19 @@ class Session(StoppableHooks):
 
     def plan_length(self, state: TrainState) -> LengthPlan | None:
         """Return how the run goes on to end in time, if that changes; print and record it."""
-        if self.budget is None or (plan := self.budget.plan(self.step, state.length)) is None:
+        if self.budget is None:
             return None
-        before, why = state.length.at(self.step), self.budget.describe(plan)
-        self._record_plan(plan, seconds_per_step=self.budget.step_seconds, reason=why)
-        self.recorder.set_total(plan.steps)
-        self.context.heartbeat.steps = plan.steps
-        said = self._said_steps or before.steps
-        if abs(plan.steps - said) > _NOTABLE_CHANGE * said:
-            self._said_steps = plan.steps
-            say(f"  {plural(plan.steps, 'step')} in all from here on: {why}")
-        if plan.stretch != before.stretch:
-            apart = f"{plan.stretch} times as far apart" if 0 < plan.stretch < STRETCHES[-1] else "at the end only"
-            what = f"previews and evaluation {apart}"
-            if not self.budget.evaluates_at_end(plan.stretch):
-                what = f"previews {apart}, no evaluation"
-            say(f"  {what}, so that they and checkpoints take at most a tenth of the budget")
+        plan = self.budget.plan(self.step, state.length)
+        if plan is not None:
+            self._record_plan(plan, seconds_per_step=self.budget.step_seconds, reason=self.budget.describe(plan))
+            self.recorder.set_total(plan.steps)
+            self.context.heartbeat.steps = plan.steps
+        now = plan or state.length.at(self.step)
+        for sentence in self._plan_notices.describe(now, self.budget):
+            say(f"  {sentence}")
+        if self._length_unchecked and self.budget.is_settled:
+            self._length_unchecked = False
+            self._record_findings([check_length(self.config, self.dataset, now.steps)])
         return plan
 
     def _record_plan(self, plan: LengthPlan, **facts: object) -> None:

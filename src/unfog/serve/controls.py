@@ -75,10 +75,11 @@ class SourceList:
     def texts(self) -> dict[int, str]:
         """Return SOURCE by number. Sources that are code, or could be taken for a flag, are left out."""
         found = [*self._server.given_sources, _BUILT_IN]  # the page selects the first
+        named = {os.path.abspath(text) for text in found}  # as runs store a path
         for run in self._server.runs:
             source = read_source(run.path)
             # A run of a stranger may name code or a flag as its source, and the page must not be the way to run it.
-            if source and not names_code(source) and not source.startswith("-"):
+            if source and source not in named and not names_code(source) and not source.startswith("-"):
                 found.append(source)
         return {number_of(text): text for text in found}
 

@@ -203,7 +203,14 @@ class ClassKind(ConditionKind):
         return facts.categories[value] if value >= 0 else ""
 
 
-class NumberKind(ConditionKind):
+class _NumbersKind(ConditionKind):
+    """Base of the kinds whose values are numbers."""
+
+    def captions(self, facts: ColumnFacts, values: Sequence[Any]) -> list[str]:
+        return _rounded([self.show(facts, value) for value in values])
+
+
+class NumberKind(_NumbersKind):
     """A number in the units of the source, float64 [N]; NaN where it is not known."""
 
     name = "number"
@@ -240,9 +247,6 @@ class NumberKind(ConditionKind):
 
     def show(self, facts: ColumnFacts, value: float) -> str:
         return f"{value:g}" if value == value else ""
-
-    def captions(self, facts: ColumnFacts, values: Sequence[float]) -> list[str]:
-        return _rounded([self.show(facts, value) for value in values])
 
     def cell(self, facts: ColumnFacts, value: float) -> str:
         return repr(float(value)) if value == value else ""
@@ -334,7 +338,7 @@ class SeveralKind(_CategoriesKind):
         return names or ";" * (value[0] >= 0)
 
 
-class VectorKind(ConditionKind):
+class VectorKind(_NumbersKind):
     """Numbers that belong together, float64 [N, D]; all of them NaN where they are not known."""
 
     name = "vector"
@@ -379,9 +383,6 @@ class VectorKind(ConditionKind):
 
     def show(self, facts: ColumnFacts, value: Sequence[float]) -> str:
         return ";".join(f"{each:g}" for each in value) if value[0] == value[0] else ""
-
-    def captions(self, facts: ColumnFacts, values: Sequence[Sequence[float]]) -> list[str]:
-        return _rounded([self.show(facts, value) for value in values])
 
     def cell(self, facts: ColumnFacts, value: Sequence[float]) -> str:
         return ";".join(repr(float(each)) for each in value) if value[0] == value[0] else ""

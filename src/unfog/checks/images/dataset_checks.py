@@ -83,9 +83,10 @@ def _check_skipped_files(scan: ImageScan) -> Finding:
         "used": report.used - (len(skipped) - len(report.skipped)),
         "quarantined": [list(one) for one in skipped[:MOST_NAMES]],
         "quarantined_in_all": len(skipped),
-        "ignored": dict(report.ignored),
+        "ignored": report.others,
+        "captions": report.captions,
     }
-    others = f"; {plural(report.captions, 'caption')}" if report.captions else ""
+    others = ""
     if ignored:
         kinds = ", ".join(f"{count:,} {sanitize(kind)}" for kind, count in Counter(report.others).most_common(3))
         others += f"; {plural(ignored, 'other file')} ignored ({kinds})"
@@ -93,7 +94,8 @@ def _check_skipped_files(scan: ImageScan) -> Finding:
         others += f"; {' and '.join(editable)} are read once they are saved as PNG"
     if not skipped:
         used = "is used" if report.read else "is assumed to be usable until it is decoded during training"
-        evidence = f"each of {plural(report.found, 'image file')} {used}{others}"
+        captions = f"; {plural(report.captions, 'caption')}" if report.captions else ""
+        evidence = f"each of {plural(report.found, 'image file')} {used}{captions}{others}"
         return Finding("data.ledger", "fine", evidence, facts=facts)
     reasons = []
     for reason, count in Counter(one.reason for one in skipped).most_common(5):

@@ -170,7 +170,7 @@ def _check_unused_images(record: RunRecord) -> Finding | None:
     lost = max(0.0, found - used)
     facts = {"found": int(found), "used": int(used)}
     if not lost:
-        return Finding("run.data", "fine", f"all {int(found):,} images are used", "", facts)
+        return Finding("run.data", "fine", f"each of {plural(int(found))} is used", "", facts)
     severity: Severity = "warning" if lost > 0.05 * found else "hint"
     evidence = f"{plural(int(lost))} of {int(found):,} could not be used ({lost / found:.1%})"
     return Finding("run.data", severity, evidence, f"{record.path / 'data.json'} lists them with the reasons", facts)

@@ -92,7 +92,7 @@ def check_ema(record: RunRecord, average: Floats, raw: Floats, updates: int, wha
     if excess <= _BEHIND or excess < _CERTAIN * error:
         return Finding("run.ema_behind", "fine", evidence, "", facts, figures)
     ema = record.config.ema
-    narrower = f"power:width={max(0.01, ema.width / 3):.2g}" if isinstance(ema, PowerEma) else "power:width=0.05"
+    narrower = f"power:width={max(0.01, ema.width / 3):.2g}" if isinstance(ema, PowerEma) else _shorter(ema, updates)
     remedy = (
         f"for now sample with the raw weights: {record.command('sample', '--weights raw')}. The EMA catches "
         f"up as the learning rate falls, or with a shorter window: --ema {narrower}"
@@ -100,6 +100,11 @@ def check_ema(record: RunRecord, average: Floats, raw: Floats, updates: int, wha
     # Early on an average of weights always lags behind weights that improve fast.
     severity: Severity = "hint" if record.step < 0.2 * record.steps else "warning"
     return Finding("run.ema_behind", severity, evidence, remedy, facts, figures)
+
+
+def _shorter(ema: FixedEma, updates: int) -> str:
+    """Return a fixed EMA with a third of the present window, 1 / (1 - decay)."""
+    return f"fixed:decay_max={max(0.0, 1 - 3 * (1 - ema.decay(max(updates, 1)))):.10g}"
 
 
 def _ema_window(record: RunRecord, updates: int) -> float:

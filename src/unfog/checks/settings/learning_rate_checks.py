@@ -10,7 +10,7 @@ from unfog.config.schema import Config
 from unfog.models.network_settings import NetworkSettings
 from unfog.models.settings import UNet
 from unfog.reporting.findings import Finding
-from unfog.reporting.progress import format_number
+from unfog.reporting.progress import format_number, plural
 from unfog.training.learning_rate import REFERENCE_BATCH, default_learning_rate
 from unfog.training.settings import Custom, EmaSchedule, Muon, OptimizerKind
 
@@ -43,9 +43,12 @@ def usual_learning_rate(config: Config, parameters: int) -> float | None:
     return default_learning_rate(parameters, config.training.batch, network, method, bool(config.init.folder))
 
 
-def describe_high_rate(config: Config, parameters: int) -> str:
-    """Return how far the learning rate is above the usual one, as the reason of a bad step; "" if it is not far."""
-    usual, lr = usual_learning_rate(config, parameters), config.optimizer.lr
+def describe_high_rate(config: Config, parameters: int, scale: float = 1.0) -> str:
+    """Return how far the learning rate is above the usual one, as the reason of a bad step; "" if it is not far.
+
+    `scale` is the factor on the rate of the settings that roll-backs have left.
+    """
+    usual, lr = usual_learning_rate(config, parameters), config.optimizer.lr * scale
     if usual is None or lr <= _FAR_TOO_HIGH * usual:
         return ""
     return f"the learning rate {lr:.2g} is {format_number(lr / usual)} times the usual {usual:.2g}: lower it first; "
@@ -96,7 +99,7 @@ def _check_warmup(config: Config) -> Finding:
     end = f", so the learning rate ends at {100 * steps / max(1, warmup):.0f}% of its peak"
     return Finding.graded(
         "settings.warmup",
-        f"warm-up takes {warmup:,} of {steps:,} steps",
+        f"warm-up takes {warmup:,} of {plural(steps, 'step')}",
         (warmup >= steps and warmup > 1, "warning", end, remedy),
         (warmup >= steps / 2 and warmup > 1, "warning", ", which leaves little at the peak", remedy),
         facts={"warmup": warmup, "steps": steps},
@@ -107,7 +110,7 @@ def _check_ema(config: Config) -> Finding:
     """Check the window of the EMA: neither weights of the first tenth of the run, nor only the last few steps."""
     steps = _steps(config)
     early, half = _ema_share_before(config.ema, steps // 10, steps), _ema_half_window(config.ema, steps)
-    said = f"half of the EMA is from the last {half:,} of {steps:,} steps"
+    said = f"half of the EMA is from the last {half:,} of {plural(steps, 'step')}"
     remedy = "--ema power, whose window is a share of the run"
     return Finding.graded(
         "settings.ema",
@@ -183,14 +186,14 @@ def _check_batch(config: Config, images: int) -> Finding:
     batch = config.training.batch
     facts = {"batch": batch, "microbatch": config.training.microbatch or batch, "images": images}
     if batch > max(8, images):
-        said = f"a step of {batch} images takes each of the {images:,} about {format_number(batch / images)} times"
+        said = f"a step of {plural(batch)} takes each of the {images:,} about {format_number(batch / images)} times"
         remedy = f"--batch {max(8, images // 8 * 8)}, which takes less time a step"
         return Finding("settings.batch", "hint", f"{said}, in other noise", remedy, facts)
     larger = min(32, max(8, images))
     more = f"--batch {larger} --microbatch {batch}, which takes no more memory, with a learning rate that suits it"
     return Finding.graded(
         "settings.batch",
-        f"{batch} of {images:,} images a step",
+        f"{batch} of {plural(images)} a step",
         (batch < 8, "hint", " make a gradient that is mostly noise", more),
         facts=facts,
     )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.reporting.findings import Figure, Finding
-from unfog.reporting.progress import format_duration, format_number
+from unfog.reporting.progress import format_duration, format_number, plural
 
 # Epochs after which a small set is memorized; DDPM's CIFAR-10, 50,000 images with dropout, had 2,048.
 _MANY_EPOCHS = 2000
@@ -83,11 +83,15 @@ def format_count(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def check_length(config: Config, prepared: Dataset) -> Finding:
-    """Check that the run is long enough for recognisable samples, and not so long that it memorizes a small set."""
-    images, batch, pictures = config.training.images, config.training.batch, len(prepared.train)
+def check_length(config: Config, prepared: Dataset, steps: int = 0) -> Finding:
+    """Check that the run is long enough for recognisable samples, and not so long that it memorizes a small set.
+
+    `steps` is its length as planned by a time budget; 0: that of the settings.
+    """
+    batch, pictures = config.training.batch, len(prepared.train)
+    images = steps * batch or config.training.images
     low, high = _milestones(config.image_format.square_side)["recognisable"]
-    epochs, memorized_at = images / pictures, _MANY_EPOCHS * pictures
+    steps, epochs, memorized_at = images // batch, images / pictures, _MANY_EPOCHS * pictures
     # Weights of another run have seen images before, so neither limit is known for them.
     fresh, many = not config.init.folder, epochs > _MANY_EPOCHS
     repeats = f"; so few are memorized after about {format_count(memorized_at)} images, before samples are recognisable"
@@ -99,21 +103,23 @@ def check_length(config: Config, prepared: Dataset) -> Finding:
     shorter = f"--images {memorized_at}, more images, {flip}or dropout"
     return Finding.graded(
         "settings.length",
-        f"{images // batch:,} steps train on {images:,} images, each of the {pictures:,} about "
+        f"{plural(steps, 'step')} train{'s' * (steps == 1)} on {plural(images)}, each of the {pictures:,} about "
         f"{format_number(epochs)} times",
         (fresh and memorized_at < low, "warning", repeats, more),
         (fresh and images < low / 2, "warning", need, longer),
         (many and pictures < _SMALL_SET, "warning", copies, shorter),
         (many, "hint", "; watch the held-out loss for a rise", shorter),
         (epochs < 1, "hint", "; some images are never seen", "a longer run"),
-        facts={"images": images, "steps": images // batch, "epochs": epochs, "recognisable_from": low},
+        facts={"images": images, "steps": steps, "epochs": epochs, "recognisable_from": low},
     )
 
 
-def training_length_guide(config: Config, prepared: Dataset, seconds_per_step: float | None = None) -> Finding:
+def training_length_guide(
+    config: Config, prepared: Dataset, seconds_per_step: float | None = None, doubt: str = ""
+) -> Finding:
     """Return how long to train on these images, in images, steps, hours and epochs, with sources.
 
-    Hours are left out where `seconds_per_step` is None.
+    Hours are left out where `seconds_per_step` is None. `doubt` says why these seconds are not to be trusted.
     """
     images, batch, pictures = config.training.images, config.training.batch, len(prepared.train)
     side, size = config.image_format.square_side, config.data.size
@@ -147,7 +153,7 @@ def training_length_guide(config: Config, prepared: Dataset, seconds_per_step: f
     said = (
         f"at {size} pixels, samples are recognisable after about {format_count(low)} to {format_count(high)} images "
         f"and good after {format_count(guide['good'][0])} to {format_count(guide['good'][1])}; "
-        f"this run sees {format_count(images)}{time}, {place}"
+        f"this run sees {format_count(images)}{time}, {place}" + f"; {doubt}" * bool(doubt)
     )
     return Finding("length.guide", "fine", said, facts=facts, figures=figures)
 

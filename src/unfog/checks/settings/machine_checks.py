@@ -136,7 +136,7 @@ def _check_checkpoints(config: Config, seconds_per_step: float | None) -> Findin
     every, steps = config.checkpoint.every, config.training.images // config.training.batch
     lost = min(every, steps) if every > 0 else steps
     hours = None if seconds_per_step is None else lost * seconds_per_step / 3600
-    said = f"a crash loses {lost:,} of {steps:,} steps at most"
+    said = f"a crash loses {lost:,} of {plural(steps, 'step')} at most"
     said += "" if hours is None else f", {format_duration(hours * 3600)}"
     # Without a measured pace steps stand for hours.
     long = steps > 2000 and lost > steps / 2 if hours is None else hours > 1

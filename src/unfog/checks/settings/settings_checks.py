@@ -23,6 +23,7 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.errors import RequestError
 from unfog.models.network_settings import build_model
 from unfog.reporting.findings import Finding
+from unfog.text import plural
 
 _IMAGES = 64  # images
 # Signal at the noisiest level that goes unseen: Stable Diffusion's schedule ends at 0.068, DDPM's at 0.006.
@@ -109,7 +110,7 @@ def _check_range(pixels: Tensor, augment: Augment) -> Finding:
     x0 = x0 if augment.values.filler is None else x0[~x0.isnan()]
     low, high, mean, std = (float(v) for v in (x0.min(), x0.max(), x0.mean(), x0.std()))
     if not augment.values.bounded:
-        said = f"values of {len(pixels)} images become {low:.3f} to {high:.3f}"
+        said = f"values of {plural(len(pixels))} become {low:.3f} to {high:.3f}"
         if not torch.isfinite(x0).all():
             remedy = "choose another --data.map, such as percentile or arcsinh"
             return Finding("settings.range", "fatal", f"{said}, and are not all finite", remedy)
@@ -117,7 +118,7 @@ def _check_range(pixels: Tensor, augment: Augment) -> Finding:
     seen = augment.values.to_bytes(pixels.numpy())
     darkest, brightest = int(seen.min()), int(seen.max())
     facts = {"images": len(pixels), "low": low, "high": high, "mean": mean, "std": std}
-    evidence = f"pixels from {darkest} to {brightest} of {len(pixels)} images become {low:.3f} to {high:.3f}"
+    evidence = f"pixels from {darkest} to {brightest} of {plural(len(pixels))} become {low:.3f} to {high:.3f}"
     # Jitter and the padding of rotated images stay inside the range without reaching its ends.
     wrong_side = (darkest < 100 and low >= 0) or (brightest > 155 and high <= 0)
     if x0.dtype != torch.float32 or not -1.001 <= low <= high <= 1.001 or wrong_side:
@@ -223,7 +224,7 @@ def _check_input_scale(diffusion: Diffusion, x0: Tensor) -> Finding:
 def _check_sampler(config: Config) -> Finding:
     """Check that the sampler takes enough steps."""
     kind, steps, fixed = config.sampler.kind, config.sampler.steps, config.sampler.kind != "adaptive"
-    how = f"{kind} in {steps} steps" if fixed else f"adaptive, with a tolerance of {config.sampler.tolerance}"
+    how = f"{kind} in {plural(steps, 'step')}" if fixed else f"adaptive, with a tolerance of {config.sampler.tolerance}"
     # Tuned noise levels were chosen for so few steps.
     blurred = fixed and steps <= _FEW_STEPS and config.sampler.grid != "tuned"
     noisy = kind == "ddpm" and steps < _FEW_DDPM_STEPS
@@ -250,7 +251,7 @@ def _check_held_out(config: Config, prepared: Dataset) -> Finding:
     if config.evaluate.every < 0:
         return Finding("settings.held_out", "fine", "evaluation is turned off", facts=facts)
     if not held and trained < _ENOUGH_TO_HOLD_OUT:
-        said = f"none of {trained} images is held out, as a small set needs all for training; judge by the samples"
+        said = f"none of {plural(trained)} is held out, as a small set needs all for training; judge by the samples"
         return Finding("settings.held_out", "fine", said, facts=facts)
     if not held:
         said = "nothing is held out, so memorization would go unnoticed"
@@ -259,7 +260,7 @@ def _check_held_out(config: Config, prepared: Dataset) -> Finding:
     remedy = f"--evaluate.images {min(64, held)}" if held >= _FEW_HELD_OUT else f"--data.held-out {share:g}"
     return Finding.graded(
         "settings.held_out",
-        f"the held-out loss is over {used} images at {levels} noise levels each",
+        f"the held-out loss is over {plural(used)} at {plural(levels, 'noise level')} each",
         (used < _FEW_HELD_OUT, "hint", ", too few for a reliable loss", remedy),
         facts=facts,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from unfog.config.requests.train import TrainingRequest
+from unfog.config.requests.train import OF_THE_TRAINING, TrainingRequest
 from unfog.config.schema import Config
 from unfog.settings import argument, setting
 
@@ -23,6 +23,7 @@ class DoctorRequest(TrainingRequest):
     The exit status is 2 if training makes no sense. A run has its own settings.
     """
 
+    meanings = OF_THE_TRAINING
     source: str = field(default="", metadata=argument("SOURCE|RUN"))
     """Images, as for train; or the folder of a run."""
     settings: Config = Config()

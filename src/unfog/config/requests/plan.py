@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-from unfog.config.requests.train import TrainingRequest
+from unfog.config.requests.train import OF_THE_TRAINING, TrainingRequest
 from unfog.settings import setting
 
 
@@ -20,6 +22,7 @@ class PlanRequest(TrainingRequest):
     The exit status is 2 if it does not fit.
     """
 
+    meanings = OF_THE_TRAINING
     device: str = setting("", flag="for", metavar="DEVICE")
     """Plan for this device instead of the one at hand: h200, h100, a100, 4090, 3090, v100, t4, ..."""
     processes: int = 1
@@ -37,7 +40,11 @@ class FindLrRequest(TrainingRequest):
     Give the rate that it finds to `unfog train` as --lr.
     """
 
+    meanings: ClassVar[Mapping[str, str]] = {
+        "training.budget": "Time of the training that the rate is for, as 10m or 2h; --seconds is that of the test.",
+        "training.steps": "Optimiser steps of the training that the rate is for; the test chooses its own.",
+    }
     out: Path | None = setting(None, metavar="PATH")
     """New folder for the plot and lr-range.json. Default: find-lr/ and the name of SOURCE."""
     seconds: float = 90.0
-    """Total time of the command in seconds, without the first reading of the images. A large network needs more."""
+    """Time of this test in seconds, without the first reading of the images. A large network needs more."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from unfog.config.presets import AutoencoderRunSettings
 from unfog.config.schema import Config
@@ -14,6 +16,8 @@ from unfog.settings import argument, setting
 class TrainingRequest:
     """Images, and the settings to train on them with."""
 
+    meanings: ClassVar[Mapping[str, str]] = {}
+    """Texts for `--help` of settings that mean something else in this command than in a training."""
     source: str = field(metadata=argument("SOURCE"))
     """Folder, zip, tar shards, pack, NumPy file or Hugging Face dataset of images, or a built-in set."""
     settings: Config
@@ -21,6 +25,13 @@ class TrainingRequest:
     """Recipe to start from: default, ddpm, edm or demo."""
     config: Path | None = setting(None, metavar="PATH")
     """TOML file of settings, such as the config.toml of another run."""
+
+
+OF_THE_TRAINING = {
+    "training.budget": "Total time of the training that is planned, as 90s, 10m or 2h.",
+    "training.steps": "Optimiser steps of the training that is planned.",
+}
+"""`meanings` of a command that looks at a training before it begins."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.text import plural
 from unfog.values.buckets import Bucket
 from unfog.values.image_format import LEAST, Size, area, sides_of, size_of
 
@@ -136,7 +137,7 @@ class BucketPlan:
         """
         buckets = [Bucket(each, int(count)) for each, count in zip(self.sizes, self._counts)]
         listed = ", ".join(f"{bucket.sides} ({bucket.images:,})" for bucket in buckets)
-        lines = [f"{len(buckets)} bucket{'s' * (len(buckets) > 1)} of about {area(size):,} pixels: {listed}"]
+        lines = [f"{plural(len(buckets), 'bucket')} of about {area(size):,} pixels: {listed}"]
         shapes = np.array([sides_of(each) for each in self.sizes])[self.bucket]
         lost, by_crop = cropped_away(shapes, sides), cropped_away(np.array([(1, 1)]), sides)
         lines.append(

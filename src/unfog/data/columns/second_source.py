@@ -37,7 +37,7 @@ from unfog.data.sources.label_tables import strip_shard
 from unfog.data.sources.registry import open_source
 from unfog.device.cores import thread_pool
 from unfog.errors import RequestError
-from unfog.text import sanitize
+from unfog.text import plural, sanitize
 from unfog.values.columns import Column
 from unfog.values.image_format import STORED, ImageFormat, Size, StoredValues, colour_channels
 from unfog.values.kinds.image_kinds import IMAGE_KINDS, MOST_MASK_VALUES
@@ -80,7 +80,7 @@ def _pair(source: Source, name: str, second: Source, kind: str, warn: Callable[[
             f"extension, and there are {_first_names(source.names)} and {_first_names(second.names)}"
         )
     if unused := len(second.names) - len(set(partner[partner >= 0].tolist())):
-        warn(f"{said} has {unused:,} images without a partner, which are not used")
+        warn(f"{said} has {plural(unused)} without a partner, not used")
     if missing := len(partner) - found:
         first = source.names[int(np.flatnonzero(partner < 0)[0])]
         warn(f"{said} has no image for {missing:,} of {len(partner):,}, such as {sanitize(first)}: unknown for them")

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.data.settings import Data
+from unfog.text import plural
 from unfog.values import value_maps
 from unfog.values.unknown import find_unknown, mask_to_text
 
@@ -63,7 +64,7 @@ def _unknown_line(settings: Data, unknown: NDArray[np.bool_], of: str) -> str:
     images, always = int(unknown.any((1, 2, 3)).sum()), float(unknown.all(0).mean())
     if not images:
         return f"data.unknown = {settings.unknown}: all values are known in {of}"
-    said = f"{settings.unknown_share:.2%} of the values are unknown, in {images:,} images of {of}"
+    said = f"{settings.unknown_share:.2%} of the values are unknown, in {plural(images)} of {of}"
     complete = ", and samples are complete"
     return f"data.unknown = {settings.unknown}: {said}" + (
         f"; {always:.2%} are unknown in all of them, and in samples" if always else complete

@@ -30,7 +30,7 @@ from unfog.data.sources.folder import files_digest, list_files
 from unfog.data.sources.image_files import SUFFIXES, image_error
 from unfog.errors import RequestError, install_command
 from unfog.files.safe_files import regular_file
-from unfog.text import sanitize
+from unfog.text import plural, sanitize
 from unfog.values.arrays.slices import Slices
 
 _LOOKED_AT = 1000  # entries of a folder, by which its format is known
@@ -168,7 +168,7 @@ class ScanSource(Source):
         height, width, channels = shape
         others = f", and {len(self._kinds) - 1:,} other shapes or types" * (len(self._kinds) > 1)
         return (
-            f"{files:,} {self.kind} file{'s' * (files != 1)}, {images:,} image{'s' * (images != 1)}, {width}x{height}, "
+            f"{plural(files, f'{self.kind} file')}, {plural(images)}, {width}x{height}, "
             f"{channels} channel{'s'[: channels - 1]} {dtype}{others}"
         )
 

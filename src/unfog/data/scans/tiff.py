@@ -26,7 +26,7 @@ from unfog.data.scans.stack import (
 from unfog.data.sources.base import ImageError
 from unfog.errors import RequestError
 from unfog.files.deflate import DEFLATE_RATIO
-from unfog.text import sanitize
+from unfog.text import plural, sanitize
 from unfog.values.arrays.axes import USUAL
 from unfog.values.image_format import MOST_CHANNELS
 
@@ -147,7 +147,7 @@ class TiffStack(ImageStack):
         self.shape = (size["Y"], size["X"], channels)
         if len(self._file.series) > 1:
             unused = sum(len(other.pages) for other in self._file.series[1:])
-            self.note = f"{unused:,} page{'s' * (unused != 1)} of other sizes or types are not used"
+            self.note = f"{plural(unused, 'page')} of other sizes or types are not used"
 
     def _channel_axis(self, outer: str, lengths: tuple[int, ...], axes: str) -> int | None:
         """Return the axis of the pages that are channels of one image; None without such an axis."""

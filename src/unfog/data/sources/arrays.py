@@ -31,7 +31,7 @@ from unfog.data.sources.image_objects import as_array, is_array
 from unfog.errors import RequestError
 from unfog.files.cache_folder import cache_folder, hold, make_room
 from unfog.files.safe_files import replace_file
-from unfog.text import sanitize
+from unfog.text import plural, sanitize
 from unfog.values.arrays.axes import USUAL, channel_axis
 from unfog.values.image_format import MOST_CHANNELS
 
@@ -155,13 +155,8 @@ class ArraySource(Source):
     def images_of(self, names: Collection[str]) -> Mapping[str, Source]:
         others = {*self._others} - {*_LABEL_KEYS} - {*self._beside}
         for name in [name for name in names if name in others and self._sides(name) > 2]:
-            beside = ArraySource(self._path, f"{self.name}:{name}", self._axes, name)
-            if len(beside.names) != len(self.names):
-                raise RequestError(
-                    f"the array {sanitize(name)} of {sanitize(self.name)} has {len(beside.names):,} images, and there "
-                    f"are {len(self.names):,}; give one for each"
-                )
-            self._beside[name] = beside  # read once, as it may be asked for again
+            # Read once, as it may be asked for again.
+            self._beside[name] = ArraySource(self._path, f"{self.name}:{name}", self._axes, name)
         return {name: self._beside[name] for name in names if name in self._beside}
 
     def _sides(self, key: str) -> int:
@@ -401,7 +396,7 @@ def index_labels(name: str, labels: NDArray[Any], n: int) -> tuple[tuple[str, ..
         raise RequestError(f"{said} are {labels.dtype} {shape}; {remedy}")
     if labels.dtype.kind == "U" and (empty := np.flatnonzero(np.char.strip(labels) == "")).size:
         raise RequestError(
-            f"{said} are empty for {empty.size:,} images, such as image {int(empty[0]):,}; give a label for each "
+            f"{said} are empty for {plural(empty.size)}, such as image {int(empty[0]):,}; give a label for each "
             "image, or leave those images out"
         )
     present, index = np.unique(labels, return_inverse=True)

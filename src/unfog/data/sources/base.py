@@ -29,7 +29,7 @@ from unfog.data.outages import Outage
 from unfog.data.settings import Data
 from unfog.errors import RequestError
 from unfog.files.safe_files import read_file
-from unfog.text import sanitize
+from unfog.text import plural, sanitize
 from unfog.values.arrays.slices import AXIAL
 from unfog.values.columns import Column, rows_of
 
@@ -306,7 +306,7 @@ class Source(ABC):
         closed = "".join(f"; {reason}: {sanitize(below)}" for below, reason in self.unreadable[:3])
         return RequestError(
             f"found 0 images; looked for .png .jpg .jpeg .webp .gif .tif .bmp ... in {sanitize(self.name)} "
-            f"({others:,} other file{'s' * (others != 1)}{': ' * (others > 0)}{listed}{closed}); give a folder "
+            f"({plural(others, 'other file')}{': ' * (others > 0)}{listed}{closed}); give a folder "
             f"of images{saved}"
         )
 

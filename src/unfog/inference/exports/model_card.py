@@ -18,7 +18,7 @@ from unfog.inference.loaded_run import LoadedRun
 from unfog.process.machine_key import machine_key
 from unfog.process.run_folder import source_name
 from unfog.reporting.records import read_object
-from unfog.text import sanitize
+from unfog.text import plural, sanitize
 from unfog.values.condition_format import TEXT
 from unfog.values.condition_kinds import ColumnFacts, kind_of
 from unfog.values.kinds.image_kinds import image_columns
@@ -28,6 +28,7 @@ GRID = "samples.png"
 _LARGEST_REPORT = 2**30  # bytes of data.json, which names every file
 _CLASSES_NAMED = 100
 _LIBRARIES = {"diffusers": "diffusers", "onnx": "onnx"}  # other formats are of torch
+_FORMATS = {"run": "a run of EMA weights alone"}  # words on the card, where the name of a format says too little
 _NO_TASK = "other"  # of the Hub's tasks, for results, which need one
 
 
@@ -68,7 +69,7 @@ def model_card(run: LoadedRun, settings: CardSettings) -> str:
     sections = [
         f"# {_escaped(title)}",
         f"An image diffusion model, trained with Unfog {__version__}: step "
-        f"{run.step:,}, {_weights(run)} weights, as {settings.format}.",
+        f"{run.step:,}, {_weights(run)} weights, as {_FORMATS.get(settings.format, settings.format)}.",
         f"![Samples of the model]({GRID})\n\n*{_escaped(settings.grid)}*",
         f"## How to use it\n\n{settings.usage}",
         *_conditions_section(settings.conditions),
@@ -117,7 +118,7 @@ def _data(run: LoadedRun) -> _Data:
     used, held_out = (report.get(key) for key in ("used", "held_out"))
     known = isinstance(used, int) and isinstance(held_out, int)
     values = config.image_format.values
-    sizes = [f"{one.sides} ({one.images:,} images)" for one in config.size_buckets]
+    sizes = [f"{one.sides} ({plural(one.images)})" for one in config.size_buckets]
     rows = [
         ("source", name),
         ("images", f"{used:,}, of which {held_out:,} were held out of training" if known else "not recorded"),
@@ -148,11 +149,11 @@ def _training(run: LoadedRun) -> list[tuple[str, str]]:
         "objective": ", ".join(f"{name} {format_spec(part)}" for name, part in parts.items()),
         "started from": sanitize(started),
         "autoencoder": config.representation.summary(),
-        "steps, batch": f"{run.step:,} steps of {training.batch:,} images",
+        "steps, batch": f"{plural(run.step, 'step')} of {plural(training.batch)}",
         "optimizer": f"{format_spec(config.optimizer.method)}, learning rate {config.optimizer.lr:g}",
         "EMA": format_spec(config.ema),
         "precision, seed": f"{training.precision}, {training.seed}",
-        "sampler": f"{config.sampler.kind}, {config.sampler.steps} steps, guidance {config.usual_guidance:g}",
+        "sampler": f"{config.sampler.kind}, {plural(config.sampler.steps, 'step')}, guidance {config.usual_guidance:g}",
     }
     return [(name, value) for name, value in rows.items() if value]
 

@@ -58,7 +58,7 @@ class Run extends View {
 			<section id="Samples"><h2>Samples</h2><unfog-pictures .sources=${sources}></unfog-pictures>
 				${run.denoising?.length ? html`<h3>Denoising, step ${count(run.denoising.at(-1))}</h3>${scroller("Denoising", html`<img class="wide" src=${this.data.picture(this.run, "denoising", run.denoising.at(-1))} alt="Noisy images and what the network makes of them, by noise level">`)}` : ""}</section>
 			${run.evaluations?.length ? html`<section><h2>Evaluations</h2>${run.evaluations.map((one) => this.evaluation(one))}</section>` : ""}
-			<section id="Data"><h2>Data</h2>${this.dataReport(run.data)}${run.contact_sheet ? html`<details><summary>Contact sheet of the training images</summary><img src=${this.data.picture(this.run, "contact")} alt="Some of the training images, as the network sees them" loading="lazy"></details>` : ""}</section>
+			<section id="Data"><h2>Data</h2>${this.dataReport(run.data)}${run.contact_sheet ? html`<details><summary>Contact sheet: training images as the network sees them, changed by --flip, --crop and --augment where these are set</summary><img src=${this.data.picture(this.run, "contact")} alt="Some of the training images, as the network sees them" loading="lazy"></details>` : ""}</section>
 			${run.choices?.length ? html`<section><h2>Chosen automatically</h2>${table("Chosen automatically", ["setting", "value", "reason"], run.choices.map((one) => [one.setting, text(one.value), one.reason]))}</section>` : ""}
 			<section id="Settings"><h2>Settings</h2>${this.settings(run)}</section>
 			<section id="Events"><h2>Events</h2>${this.events.length ? this.eventTable([...this.events].reverse().slice(0, 300), "Events") : html`<p class="empty">None yet.</p>`}
@@ -90,7 +90,7 @@ class Run extends View {
 	facts(run) {
 		const last = (name) => this.store.column(name)?.at(-1) ?? this.store.column(`${name}.last`)?.at(-1);
 		const facts = [], loss = this.store.series("step", "loss"), held = this.store.series("step", "held_out_loss"), speed = this.store.series("step", "images_per_second").y;
-		if (Number.isFinite(last("images"))) facts.push(["images seen", count(last("images")), `${count(last("step"))} steps`]);
+		if (Number.isFinite(last("images"))) facts.push(["images seen", count(last("images")), `${count(last("step"))} step${last("step") === 1 ? "" : "s"}`]);
 		if (Number.isFinite(last("seconds"))) facts.push(["time", duration(last("seconds")), ""]);
 		if (speed.length) facts.push(["images a second", number([...speed].sort((a, b) => a - b)[speed.length >> 1]), "median"]);
 		if (loss.x.length) facts.push(["loss", number(smooth(loss.x, loss.y, 0.02 * (loss.x.at(-1) - loss.x[0])).at(-1)), "smoothed"]);

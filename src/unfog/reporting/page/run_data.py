@@ -31,6 +31,7 @@ _TROUBLES = (
 _EVALUATIONS = 20  # latest evaluations, at most
 _LARGEST_EVALUATION = 10 * 2**20  # bytes of a file; those that Unfog writes have a few thousand
 _LARGEST_REPORT = 64 * 2**20  # bytes of data.json, which names every file
+_CAPTIONS = "caption files"  # their key in data.json, `data.data_report.CAPTION_FILES`
 _DEEPEST = 8  # lists in lists that are written out
 _LONGEST = 2000  # characters of a field of an event
 _OBEYS = ("value", "low", "high", "n", "real", "real_low", "real_high", "shuffled")
@@ -105,8 +106,11 @@ def read_data_report(folder: Path, events: Sequence[Row]) -> dict[str, Any]:
             ]
             named = [f"{plain_text(one.get('name'))}: {plain_text(one.get('reason'))}"[:_LONGEST] for one in skipped]
             leave = ("files", "class_counts", "known_counts", "read", "unlisted")
-            if isinstance(columns := stored.get("columns"), dict):
-                stored["columns"] = list(columns)  # their digests tell people nothing
+            if isinstance(columns := stored.get("columns"), dict):  # with digests, which tell people nothing
+                kinds = _column_kinds(folder)
+                stored["columns"] = [f"{name} ({kinds[name]})" if name in kinds else name for name in columns]
+            if isinstance(ignored := stored.get("ignored"), dict) and _CAPTIONS in ignored:
+                stored["captions"] = ignored.pop(_CAPTIONS)  # on disk among the files that are not images
             rest = {key: plain_text(value)[:_LONGEST] for key, value in stored.items() if key not in leave}
             rest = {key: text for key, text in rest.items() if text and (key, text) != ("unused_pages", "0")}
             return {"fields": rest, "classes": classes, "skipped": named[:100], "skipped_count": len(named)}
@@ -115,6 +119,14 @@ def read_data_report(folder: Path, events: Sequence[Row]) -> dict[str, Any]:
         key: plain_text(v) for key, v in (rows[-1] if rows else {}).items() if key not in ("time", "step", "kind")
     }
     return {"fields": fields, "classes": {}, "skipped": [], "skipped_count": 0}
+
+
+def _column_kinds(folder: Path) -> dict[str, str]:
+    """Return the kind of each column of a run's images by its name, such as "number"; {} if they cannot be read."""
+    with suppress(OSError, ValueError, RecursionError):
+        stored = tomllib.loads(read_file(folder / "config.toml", folder, LARGEST_TEXT).decode("utf-8-sig"))
+        return {plain_text(one.get("name")): plain_text(one.get("kind")) for one in _lists(stored.get("columns"))}
+    return {}
 
 
 def read_evaluations(run: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from unfog.errors import RequestError
-from unfog.text import sanitize
+from unfog.text import plural, sanitize
 from unfog.values.columns import Column, parts_of
 from unfog.values.condition_kinds import ColumnFacts, ConditionKind
 from unfog.values.image_format import MOST, MOST_CHANNELS
@@ -85,7 +85,7 @@ class ImageKind(ConditionKind):
 
     def evidence(self, facts: ColumnFacts) -> str:
         channels, height, width = self.shape(facts)
-        return f"{width}x{height}, {channels} channel{'s' * (channels > 1)}"
+        return f"{width}x{height}, {plural(channels, 'channel')}"
 
     def tensor(self, columns: Sequence[NDArray[Any]]) -> Tensor:
         import numpy as np
