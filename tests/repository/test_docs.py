@@ -43,6 +43,12 @@ def commands(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_blocks_of_code_have_a_language_and_no_other_words(page):
+    """The site shows such blocks as text."""
+    assert not re.findall(r"^ *```\w+ .*", page.read_text("utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_of_the_docs_parse(page):
     for line in commands(page.read_text("utf-8")):
         words = shlex.split(line, comments=True)

@@ -88,7 +88,7 @@ def test_each_kind_has_a_field_and_the_history_keeps_its_value(run):
         markers.get_by_role("button", name="red").click()
         place.locator("input").fill("0.1;0.2")
         place.locator("input").blur()
-        text, marked = page.get_by_role("group", name="text"), lambda: page.locator("mark").all_inner_texts()
+        text, marked = page.get_by_role("group", name="Prompt"), lambda: page.locator("mark").all_inner_texts()
         text.locator("input").fill("A red Zebra, heart")
         page.get_by_label("Negative prompt").fill("dark mauve")
         wait_until(lambda: marked() == ["zebra", "mauve"], 60)

@@ -121,9 +121,9 @@ def test_copies_are_told_from_new_pictures(run):
     find_copies(said, 7, Message({"run": str(run.path), "images": drawn.shape}, drawn.tobytes()))
     (found,) = said.messages
     assert [one["copy"] for one in found.head["pictures"]] == [True, True, False]
-    assert found.head["pictures"][0]["distances"][0] == 0 < found.head["pictures"][2]["distances"][0]
+    assert found.head["pictures"][0]["ratio"] == 0 < found.head["pictures"][2]["ratio"]
     assert found.head["unseen"]["what"] == "training images among the others"
-    assert found.head["pictures"][0]["nearer_than"] == 1
+    assert found.head["usual"] == memorization.COPY
     nearest = pixels(found).reshape(3, found.head["shown"], 8, 8, 3)
     assert np.array_equal(nearest[:2, 0], known)
 

@@ -270,6 +270,19 @@ def test_a_server_that_cannot_start_says_why(tmp_path, monkeypatch, capsys, word
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [[], ["art/runs", "--source", "fashion"]])
+def test_the_folder_of_the_first_run_is_made(tmp_path, monkeypatch, capsys, words):
+    """Of `runs`, where commands put runs, and where a source says that one is to be started; not of a misspelt name."""
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit):
+        main(["serve", *words, "--port", str(taken.getsockname()[1]), "--no-browser"])
+    folder = words[0] if words else "runs"
+    said = capsys.readouterr().err
+    assert f"made the folder '{folder}', for your first run" in said
+    assert "another --port" in said
+    assert (tmp_path / folder).is_dir()
+
+
 @pytest.mark.slow
 def test_a_folder_without_runs_is_served_and_said_to_have_none(tmp_path):
     with serving(tmp_path) as (address, process):

@@ -1,4 +1,4 @@
-"""Advice on words that are no settings, from advice.toml: of other trainers, of tutorials, of people who begin."""
+"""Advice, from advice.toml, on words without a setting: of other trainers, of tutorials, of people who begin."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,8 +26,8 @@ def main(request: ServeRequest) -> int:
     for package in ("orjson", "starlette", "uvicorn"):
         if find_spec(package) is None:
             raise RequestError(f"unfog serve needs {package}: {install_command('serve')}")
-    _check_folder(request.runs)
     _check_sources(request.source)
+    _check_folder(request.runs, starts=bool(request.source) or request.runs == ServeRequest().runs)
     # Before anything is imported, so that a port in use is said at once and the address can be printed.
     sockets = listen(request.host, request.port)
     address = Address(request.host, sockets[0].getsockname()[1], folder_key(request.runs))
@@ -42,11 +43,21 @@ def main(request: ServeRequest) -> int:
     return 0
 
 
-def _check_folder(folder: Path) -> None:
-    """Raise RequestError unless the folder exists: a page that stays empty would hide a misspelt name."""
+def _check_folder(folder: Path, starts: bool) -> None:
+    """Make the folder of a person who `starts` with the first run. RequestError unless it exists or can be made.
+
+    Of anybody else it has to exist, as a page that stays empty would hide a misspelt name.
+    """
     if folder.is_dir():
         return
     name = quote(str(folder))
+    if starts and not os.path.lexists(folder):
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise RequestError(f"the folder {name} cannot be made: {error.strerror or error}; give another") from None
+        say(f"  made the folder {name}, for your first run")
+        return
     if folder.exists():
         raise RequestError(f"{name} is a file; give the folder that holds runs")
     raise RequestError(

@@ -128,7 +128,7 @@ def _check_loss(
 
 
 def _compare_with_pixelwise(relative: float | None) -> str:
-    """Compare a loss with that of the best guess of each pixel from itself alone; "" where that is not known."""
+    """Compare a loss with that of the best guess of each pixel from itself alone; "" if that is not known."""
     if relative is None:
         return ""
     if round(relative, 2) >= 1:

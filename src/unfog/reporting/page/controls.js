@@ -115,7 +115,7 @@ class Form extends View {
 		const common = this.fields.filter((f) => f.common), rest = this.fields.filter((f) => !f.common && found(f));
 		return html`<form @submit=${(e) => { e.preventDefault(); this.send(this.path); }}>
 			<div class="fields">${common.map((f) => this.field(f))}</div>
-			<p><label>All other settings <input type="search" placeholder="lr, ema, augment …" .value=${this.find} @input=${(e) => (this.find = e.target.value)}></label>
+			<p><label>All other settings <input type="search" placeholder="captions, lr, ema …" .value=${this.find} @input=${(e) => (this.find = e.target.value)}></label>
 				<span class="soft" role="status">${this.find ? `${rest.length} found` : `${this.fields.length - common.length} more`}</span></p>
 			<div class="fields">${rest.slice(0, 40).map((f) => this.field(f))}</div>
 			<div class="bar"><button class="accent" ?disabled=${Boolean(this.failed)}>${this.kind === "resume" ? "Resume" : "Train"}</button>

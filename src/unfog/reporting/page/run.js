@@ -58,7 +58,7 @@ class Run extends View {
 			<section id="Samples"><h2>Samples</h2><unfog-pictures .sources=${sources}></unfog-pictures>
 				${run.denoising?.length ? html`<h3>Denoising, step ${count(run.denoising.at(-1))}</h3>${scroller("Denoising", html`<img class="wide" src=${this.data.picture(this.run, "denoising", run.denoising.at(-1))} alt="Noisy images and what the network makes of them, by noise level">`)}` : ""}</section>
 			${run.evaluations?.length ? html`<section><h2>Evaluations</h2>${run.evaluations.map((one) => this.evaluation(one))}</section>` : ""}
-			<section id="Data"><h2>Data</h2>${this.dataReport(run.data)}${run.contact_sheet ? html`<details><summary>Contact sheet: training images as the network sees them, changed by --flip, --crop and --augment where these are set</summary><img src=${this.data.picture(this.run, "contact")} alt="Some of the training images, as the network sees them" loading="lazy"></details>` : ""}</section>
+			<section id="Data"><h2>Data</h2>${this.dataReport(run.data)}${run.contact_sheet ? html`<details><summary>Contact sheet of the training images; --augment and --flip show</summary><img src=${this.data.picture(this.run, "contact")} alt="Some of the training images, as the network sees them" loading="lazy"></details>` : ""}</section>
 			${run.choices?.length ? html`<section><h2>Chosen automatically</h2>${table("Chosen automatically", ["setting", "value", "reason"], run.choices.map((one) => [one.setting, text(one.value), one.reason]))}</section>` : ""}
 			<section id="Settings"><h2>Settings</h2>${this.settings(run)}</section>
 			<section id="Events"><h2>Events</h2>${this.events.length ? this.eventTable([...this.events].reverse().slice(0, 300), "Events") : html`<p class="empty">None yet.</p>`}

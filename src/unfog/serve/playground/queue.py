@@ -248,7 +248,7 @@ class DrawingQueue:
                 self._fail("copies", job, facts["error"])
             else:
                 job.nearest = np.frombuffer(message.body, np.uint8).reshape(facts["images"])
-                names = ("pictures", "limit", "searched", "unseen", "shown")
+                names = ("pictures", "limit", "usual", "searched", "unseen", "shown")
                 job.copies = {"state": "done", **{name: facts[name] for name in names}}
 
     def _fail(self, what: str, job: Drawing, error: str) -> None:

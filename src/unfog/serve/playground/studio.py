@@ -23,7 +23,7 @@ from unfog.data.sources.image_files import open_bytes
 from unfog.diffusion.steps import SamplingStep
 from unfog.errors import RequestError
 from unfog.inference.loaded_run import load_run_images
-from unfog.inference.memorization import FEWEST, find_nearest_images
+from unfog.inference.memorization import COPY, FEWEST, find_nearest_images
 from unfog.inference.run import Run
 from unfog.pipeline.condition_pictures import condition_pictures
 from unfog.pipeline.edit_images import build_edit
@@ -186,26 +186,16 @@ def find_copies(channel: Channel, job: int, message: Message) -> None:
     near = find_nearest_images(drawn, dataset)
     shown = min(_SHOWN, near.found.image.shape[1])
     rows = near.found.image[:, :shown].numpy()
-    ratios, usual = near.found.ratio, np.sort(near.unseen.ratio)
-    pictures = [
-        {
-            "ratio": round(float(ratios[i]), 4),
-            "copy": bool(ratios[i] < near.limit),
-            "distances": [round(float(one), 2) for one in near.found.distance[i, :shown]],
-            "nearer_than": round(1 - float(np.searchsorted(usual, ratios[i], "right")) / len(usual), 4),
-        }
-        for i in range(len(drawn))
-    ]
-    unseen = near.unseen.distance[:, 0].numpy()
+    pictures = [{"ratio": round(float(ratio), 4), "copy": bool(ratio < near.limit)} for ratio in near.found.ratio]
     facts = {
         "pictures": pictures,
         "limit": round(near.limit, 4),
+        "usual": COPY,
         "searched": len(dataset.train),
         "unseen": {
             "what": near.what,
-            "count": len(usual),
-            "distances": [round(float(one), 2) for one in np.quantile(unseen, [0.05, 0.5, 0.95])],
-            "ratios": [round(float(one), 4) for one in np.quantile(usual, [0.05, 0.5, 0.95])],
+            "count": len(near.unseen.ratio),
+            "ratio": round(float(np.median(near.unseen.ratio)), 4),
         },
     }
     nearest = dataset.train.pixels[rows.flatten()].transpose(0, 2, 3, 1)
