@@ -11,8 +11,10 @@ ARG TORCH_INDEX=
 RUN pip install --no-cache-dir -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
 COPY src src
 COPY docs docs
+# Parts beyond training, such as `all`; these read s3:// and https:// images.
+ARG EXTRAS=s3,http
 RUN grep -v '^torch==' constraints.txt > /tmp/constraints.txt \
-    && pip install --no-cache-dir -c /tmp/constraints.txt . \
+    && pip install --no-cache-dir -c /tmp/constraints.txt ".${EXTRAS:+[$EXTRAS]}" \
     && useradd --create-home --uid 10001 unfog
 
 USER 10001

@@ -7,12 +7,22 @@ samplers.png, each with its labels in the picture. All rows of a picture begin a
 
     python scripts/draw_pictures.py --contest emoji-20m-default+tiny+muon-0 --images EMOJI --out emoji-20m.png
 
-puts real images above the stored samples of a run of benchmarks/quality.
+puts real images above the stored samples of a run of benchmarks/quality. Omit --images if those of the set have no
+licence, as those of CIFAR-10:
 
-    python scripts/draw_pictures.py --rows cifar10-20m-denoising-diffusion-pytorch-0 cifar10-20m-diffusers-0 \\
-        "cifar10-20m-default+tiny+muon-0" --out ../contest.png
+    python scripts/draw_pictures.py --contest "cifar10-20m-default+tiny+muon-0" --out cifar10-20m.png
 
-puts the first two rows of several such runs below each other.
+    python scripts/draw_pictures.py --contest-of-all
+
+writes ../contest.png: the first two rows of several such runs, each below its name.
+
+    unfog sample runs/textures.npy -n 8 --steps 16 --out FOLDER && python scripts/draw_pictures.py --tiles FOLDER
+
+writes ../gallery-textures.png, the first six samples, each three times three times beside itself.
+
+    python scripts/draw_pictures.py --conditions DEGRADE.png GREY.png MASK.png
+
+puts three pictures of benchmarks/quality/image_conditions.py side by side into ../image-conditions.png, with labels.
 
     python examples/random_fields.py FOLDER && python scripts/draw_pictures.py --channels FOLDER
 
@@ -43,6 +53,12 @@ PICTURES = ROOT / "docs" / "pictures"
 GRIDS = ROOT / "benchmarks" / "quality" / "results" / "grids"
 COLUMNS, CELL, GAP, LEFT, TOP = 10, 64, 4, 150, 30
 INK, PAPER = (34, 34, 34), (255, 255, 255)
+CONTEST = {
+    "denoising-diffusion-pytorch, untuned": "cifar10-20m-denoising-diffusion-pytorch-0",
+    "diffusers' training script, untuned": "cifar10-20m-diffusers-0",
+    "the textbook's recipe, tuned, trained by Unfog": "cifar10-20m-ddpm+lr+ema+decay-0",
+    "Unfog, default": "cifar10-20m-default+tiny+muon-0",
+}
 Pixels = NDArray[np.uint8]
 
 
@@ -88,21 +104,24 @@ DRAWN: dict[str, Callable[[unfog.Run, Path], list[tuple[str, Pixels]]]] = {
 }
 
 
-def beside_real(grid: Path, images: Path) -> Image.Image:
-    """Return the samples of a stored grid, below as many real images as it has columns."""
+def contest_samples(grid: Path, images: Path | None) -> Image.Image:
+    """Return the samples of a stored grid; with a folder of images, below as many real ones as it has columns."""
     made = Image.open(grid).convert("RGB")
     side, gap = 64, 2
+    above = TOP + side if images else 0
+    page = Image.new("RGB", (made.width, above + TOP + made.height), PAPER)
+    draw, font = ImageDraw.Draw(page), ImageFont.load_default(15)
+    draw.text((0, above + TOP / 2), "generated: the first samples, not chosen", INK, font, anchor="lm")
+    page.paste(made, (0, above + TOP))
+    if images is None:
+        return page
     columns = (made.width + gap) // (side + gap)
     files = sorted(images.rglob("*.png"))
-    page = Image.new("RGB", (made.width, 2 * TOP + side + made.height), PAPER)
-    draw, font = ImageDraw.Draw(page), ImageFont.load_default(15)
     draw.text((0, TOP / 2), f"real: {columns} of {len(files):,} images", INK, font, anchor="lm")
-    draw.text((0, 1.5 * TOP + side), "generated: the first samples, not chosen", INK, font, anchor="lm")
     for column in range(columns):
         real = Image.open(files[(2 * column + 1) * len(files) // (2 * columns)]).convert("RGB")
         real = real.resize((side // 2,) * 2, Image.Resampling.LANCZOS).resize((side,) * 2, Image.Resampling.NEAREST)
         page.paste(real, (column * (side + gap), TOP))
-    page.paste(made, (0, 2 * TOP + side))
     return page
 
 
@@ -130,13 +149,45 @@ def densities(run: unfog.Run, real: Path) -> Image.Image:
     return table([(name, coloured(np.log(fields), low, high)) for name, fields in rows.items()])
 
 
-def first_rows(grids: Sequence[Path], rows: int = 2, apart: int = 12) -> Image.Image:
-    """Return the first rows of several stored grids, of images of 64 pixels, below each other."""
-    parts = [Image.open(grid).convert("RGB") for grid in grids]
-    height = rows * 66 - 2
-    page = Image.new("RGB", (parts[0].width, len(parts) * (height + apart) - apart), PAPER)
+def contest() -> Image.Image:
+    """Return the first two rows of several stored grids, each below its name."""
+    parts = []
+    for name, grid in CONTEST.items():
+        drawn = Image.open(GRIDS / f"{grid}.png").convert("RGB")
+        parts.append((name, drawn.crop((0, 0, drawn.width, 2 * CELL + 2))))
+    page = Image.new("RGB", (parts[0][1].width, sum(TOP + part.height for _, part in parts)), PAPER)
+    draw, font, y = ImageDraw.Draw(page), ImageFont.load_default(18), 0
+    for name, part in parts:
+        draw.text((0, y + TOP / 2), name, INK, font, anchor="lm")
+        page.paste(part, (0, y + TOP))
+        y += TOP + part.height
+    return page
+
+
+def conditions(sheets: Sequence[Path], columns: int = 6, side: int = 48) -> Image.Image:
+    """Return the first columns of several sheets of image_conditions.py beside each other, with the names of rows."""
+    rows = ("given", "one draw", "another", "a third", "mean of four", "truth")
+    width = columns * side + 3 * GAP
+    page = Image.new("RGB", (LEFT + len(sheets) * width, TOP + len(rows) * side), PAPER)
+    draw, font = ImageDraw.Draw(page), ImageFont.load_default(18)
+    for row, name in enumerate(rows):
+        draw.text((LEFT - 12, TOP + (row + 0.5) * side), name, INK, font, anchor="rm")
+    for i, (sheet, name) in enumerate(
+        zip(sheets, ("from 6x6 pixels", "from the brightness", "from a mask"), strict=True)
+    ):
+        x = LEFT + i * width
+        draw.text((x + columns * side / 2, TOP / 2), name, INK, font, anchor="mm")
+        page.paste(Image.open(sheet).convert("RGB").crop((0, 0, columns * side, len(rows) * side)), (x, TOP))
+    return page
+
+
+def tiles(folder: Path, count: int = 6, large: int = 3) -> Image.Image:
+    """Return the first samples of a folder, each three times three times beside itself, its pixels as squares."""
+    parts = [np.tile(np.asarray(Image.open(folder / f"{i:06}.png").convert("RGB")), (3, 3, 1)) for i in range(count)]
+    side = parts[0].shape[0] * large
+    page = Image.new("RGB", (count * (side + GAP) - GAP, side), PAPER)
     for i, part in enumerate(parts):
-        page.paste(part.crop((0, 0, part.width, height)), (0, i * (height + apart)))
+        page.paste(Image.fromarray(part).resize((side, side), Image.Resampling.NEAREST), (i * (side + GAP), 0))
     return page
 
 
@@ -145,7 +196,9 @@ def main() -> None:
     parser.add_argument("run", type=Path, nargs="?")
     parser.add_argument("--only", nargs="*", default=list(DRAWN), choices=DRAWN)
     parser.add_argument("--contest", help="name of a stored grid")
-    parser.add_argument("--rows", nargs="+", help="names of stored grids")
+    parser.add_argument("--contest-of-all", action="store_true", help="several stored grids")
+    parser.add_argument("--conditions", type=Path, nargs=3, metavar="PICTURE", help="of image_conditions.py")
+    parser.add_argument("--tiles", type=Path, metavar="FOLDER", help="seamless samples")
     parser.add_argument("--images", type=Path, help="the images of the contest")
     parser.add_argument("--out", help="name of its picture")
     parser.add_argument("--channels", type=Path, metavar="FOLDER", help="of examples/random_fields.py")
@@ -155,10 +208,18 @@ def main() -> None:
     if given.channels:
         channels(given.channels).save(PICTURES / "channels.png", optimize=True)
         return
-    if given.contest or given.rows:
-        grids = [GRIDS / f"{name}.png" for name in given.rows or [given.contest]]
-        page = first_rows(grids) if given.rows else beside_real(grids[0], given.images)
+    if given.contest:
+        page = contest_samples(GRIDS / f"{given.contest}.png", given.images)
         page.quantize(256, dither=Image.Dither.NONE).save(PICTURES / given.out, optimize=True)
+        return
+    if given.contest_of_all:
+        contest().quantize(256, dither=Image.Dither.NONE).save(PICTURES.parent / "contest.png", optimize=True)
+        return
+    if given.conditions:
+        conditions(given.conditions).save(PICTURES.parent / "image-conditions.png", optimize=True)
+        return
+    if given.tiles:
+        tiles(given.tiles).save(PICTURES.parent / "gallery-textures.png", optimize=True)
         return
     run = unfog.load(given.run)
     if given.density:

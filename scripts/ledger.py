@@ -3,7 +3,8 @@
     python scripts/ledger.py            # write the pages that are out of date
     python scripts/ledger.py --check    # write nothing; exit with 1 if a row, a page or a link is wrong
 
-A link of README or docs to a figure, such as `[0.031](evidence/quality.md#ID.NAME)`, has to have its value.
+A link of README or docs to a figure, such as `[0.031](evidence/quality.md#ID.NAME)`, has to have its value. A decimal
+of a metric has to be in such a link.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ledger_charts import bar_chart
 from ledger_rows import ROOT, TOPICS, Figure, LedgerError, Measurement, charts, differs, figures, links, machines, read
 
 FOLDER = ROOT / "docs" / "evidence"
+METRIC = re.compile(r"±|\b(?:KID|FID|FD|Fréchet|PSNR)\b")
 MADE = (
     "*`python scripts/ledger.py` writes this page from the rows of the [ledger](../../benchmarks/LEDGER.md); "
     "a test checks that it is current.*"
@@ -181,6 +183,13 @@ def prose() -> Iterator[Path]:
     yield from sorted((ROOT / "benchmarks").rglob("*.md"))
 
 
+def guides() -> Iterator[Path]:
+    """Yield the pages for people: README and docs, without the evidence, the decisions and the reference."""
+    apart = [FOLDER, *(ROOT / "docs" / name for name in ("decisions", "reference"))]
+    yield ROOT / "README.md"
+    yield from sorted(p for p in (ROOT / "docs").rglob("*.md") if not any(map(p.is_relative_to, apart)))
+
+
 def wrong_links(rows: dict[str, Measurement], files: Iterable[Path]) -> list[str]:
     """Return what is wrong with links to rows: an unknown id, another page, or a value that is not that of the row."""
     found, wrong = figures(rows), []
@@ -194,6 +203,24 @@ def wrong_links(rows: dict[str, Measurement], files: Iterable[Path]) -> list[str
                 wrong.append(f"{where}{name} is on {row.topic}.md, not on {topic}.md")
             elif "." in name and (problem := differs(text, found[name])):
                 wrong.append(where + problem)
+    return wrong
+
+
+def unlinked(files: Iterable[Path]) -> list[str]:
+    """Return the sentences and rows of tables that give a decimal of a metric without a link to a row of the ledger.
+
+    Figures of others are said to be of the literature, or published.
+    """
+    wrong = []
+    for file in files:
+        text = re.sub(r"(?ms)^ *```.*?^ *```|^    .*?$", "", file.read_text(encoding="utf-8"))
+        for block in re.split(r"\n\s*\n", text):
+            parts = block.split("\n") if block.startswith("|") else re.split(r"(?<=[.:;]) ", " ".join(block.split()))
+            for part in parts:
+                plain = re.sub(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\([^)]*\)|`[^`]*`", "", part)
+                others = re.search("literature|published", part)
+                if METRIC.search(plain) and re.search(r"(?<![\w.])\d+\.\d", plain) and not others:
+                    wrong.append(f"{file.name}: {part[:100]!r} gives a figure of a metric; link it to its row")
     return wrong
 
 
@@ -216,7 +243,7 @@ def main() -> int:
     left = {path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.*")} - set(made)
     for name in left if not check else ():
         (FOLDER / name).unlink()
-    wrong = wrong_links(rows, prose())
+    wrong = wrong_links(rows, prose()) + unlinked(guides())
     if check and (stale or left):
         wrong.append(f"docs/evidence/{', '.join([*stale, *left])} out of date; run: python scripts/ledger.py")
     print("\n".join(wrong) or f"{len(rows)} measurements, {len(figures(rows))} figures")

@@ -33,6 +33,7 @@ QUICK = (
     (r"--(budget|images|steps|batch) \S+", ""),
     (r"-n \d+", "-n 12"),
     (r"(unfog (?:train|train-autoencoder)) (\S+)", r"\1 \2 --steps 4 --batch 4 --device cpu"),
+    (r"(unfog train) (\S+)", r"\1 \2 --sampler.steps 2 --preview.images 4 --evaluate.every -1"),
     (r"(unfog resume) (\S+)", r"\1 \2 --steps 6"),
     (r"(unfog sample) (\S+)", r"\1 \2 --steps 2"),
     (r"--seconds \d+", "--seconds 5"),

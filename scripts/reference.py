@@ -19,7 +19,7 @@ import unfog
 from unfog.cli.help import listed_settings
 from unfog.cli.main import USAGE
 from unfog.cli.read_request import REQUESTS
-from unfog.config.advice import ADVICE
+from unfog.config.advice import all_advice
 from unfog.config.aliases import OUT, SAMPLING, USUAL
 from unfog.config.describe import Description, describe, field_texts, format_value
 from unfog.config.explain import describe_part, setting_rows
@@ -116,7 +116,7 @@ def words_page() -> str:
     lines += _table(("elsewhere", "here"), [(f"`{word}`", f"`{setting}`") for word, setting in sorted(USUAL.items())])
     lines += ["## Words without a setting", ""]
     by_advice: dict[str, list[str]] = {}
-    for word, advice in ADVICE.items():
+    for word, advice in all_advice().items():
         by_advice.setdefault(advice.text, []).append(word)
     rows = [(", ".join(f"`{word}`" for word in words), text) for text, words in by_advice.items()]
     lines += _table(("elsewhere", "here"), rows)
@@ -137,9 +137,9 @@ def python_page() -> str:
         module, _, name = path.partition(":")
         kind = getattr(importlib.import_module(module), name)
         lines += [f"## {name}", "", *_docstring(kind), ""]
-        for member, value in inspect.getmembers(kind):
-            if not member.startswith("_") and member in vars(kind):
-                lines += _member(f"{name}.{member}", value, level=3)
+        texts = field_texts(kind)
+        for member in sorted(one for one in {*vars(kind), *texts} if not one.startswith("_")):
+            lines += _member(f"{name}.{member}", getattr(kind, member, None), 3, texts.get(member, ""))
     return _page(lines)
 
 
@@ -262,7 +262,7 @@ def _other_names() -> dict[str, list[str]]:
     names: dict[str, list[str]] = {}
     for word, setting in USUAL.items():
         names.setdefault(setting, []).append(word)
-    for word, advice in ADVICE.items():
+    for word, advice in all_advice().items():
         for setting in advice.settings:
             names.setdefault(setting, []).append(word)
     return names
@@ -301,9 +301,12 @@ def _flag(each: Description) -> str:
     return f"`{name}`"
 
 
-def _member(name: str, value: Any, level: int = 2) -> list[str]:
-    """Return the signature and the docstring of a function, method, property or attribute."""
+def _member(name: str, value: Any, level: int = 2, text: str = "") -> list[str]:
+    """Return the signature and the docstring of a function, method or property, or the text of an attribute."""
     lines = [f"{'#' * level} {name}", ""]
+    # The docstring of a value, such as a number, is that of its type; what is said of it stands under the field.
+    if not (callable(value) or isinstance(value, property)):
+        return [*lines, text, ""]
     try:
         signature = str(inspect.signature(value))
         for pattern, text in ((r"<function .*? at \w+>", "…"), (r"(?<=[:>] )'([^']*)'", r"\1")):

@@ -20,6 +20,7 @@ from addresses import addresses
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "build" / "pages"
+SITE = ROOT / "src" / "unfog" / "site"
 # Files outside of docs -> page.
 OTHERS = {
     "README.md": "index.md",
@@ -31,6 +32,10 @@ OTHERS = {
     "benchmarks/speedrun/README.md": "project/speedrun.md",
 }
 _FENCED = re.compile(r"(^ *```.*?^ *```$)", re.M | re.S)
+# The language of a fence, and words after it, by which tests find it; Python-Markdown knows no fence with such words.
+_FENCE_WORDS = re.compile(r"^( *```\w+) .*", re.M)
+# A paragraph that begins with a system in bold, and the code below it.
+_SYSTEM = re.compile(r"^\*\*(\w+)\.?\*\*(?: (\(\w+\))\.)? (.+(?:\n.+)*)\n\n((?: {4}.*\n)+)\n?", re.M)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 
 
@@ -43,7 +48,7 @@ def page_of(file: Path) -> str | None:
 
 
 def convert(text: str, file: Path) -> str:
-    """Return the text of a page of the site, with links to other pages of it."""
+    """Return the text of a page of the site: links lead to other pages of it, fences have a language alone."""
     here = Path(page_of(file) or "").parent
     source = addresses().get("Source")
 
@@ -60,7 +65,35 @@ def convert(text: str, file: Path) -> str:
             return "" if picture else shown if "`" in shown else f"{shown} (`{path.lstrip('./')}`)"
         return f"{picture}[{shown}]({os.path.relpath(page, here)}{hash}{anchor})"
 
-    return "".join(part if i % 2 else _LINK.sub(link, part) for i, part in enumerate(_FENCED.split(text)))
+    parts = enumerate(_FENCED.split(text))
+    return "".join(_FENCE_WORDS.sub(r"\1", part, 1) if i % 2 else _LINK.sub(link, part) for i, part in parts)
+
+
+def systems_as_tabs(text: str) -> str:
+    """Return a text in which the paragraphs of Windows, macOS and Linux, with the code of each, are tabs."""
+
+    def tab(match: re.Match[str]) -> str:
+        name, shell, words, code = match.groups()
+        if name not in ("Windows", "macOS", "Linux"):
+            return match[0]
+        inside = f"{words}\n\n{code}".splitlines()
+        title = f"{name} {shell}" if shell else name
+        return f'=== "{title}"\n\n' + "".join(f"    {line}".rstrip() + "\n" for line in inside) + "\n"
+
+    return _SYSTEM.sub(tab, text)
+
+
+def keep_words_whole(page: str) -> str:
+    """Return the HTML of a page whose code in tables is broken at spaces, not within words.
+
+    Where site.css has it so, for a phone, words are broken behind dots and the like too.
+    """
+
+    def words(code: re.Match[str]) -> str:
+        parts = [re.sub(r"(?<=[a-z_][.(/:=])(?=\w)", "<wbr>", part) for part in code[1].split(" ")]
+        return "<code>" + " ".join(f"<span>{part}</span>" for part in parts) + "</code>"
+
+    return re.sub(r"<td.*?</td>", lambda cell: re.sub(r"<code>([^<]*)</code>", words, cell[0]), page, flags=re.S)
 
 
 def indent_lists(text: str) -> str:
@@ -99,7 +132,7 @@ def write_pages() -> None:
         page = PAGES / (page_of(file) or "")
         page.parent.mkdir(parents=True, exist_ok=True)
         if file.suffix == ".md":
-            text = indent_lists(convert(file.read_text(encoding="utf-8"), file))
+            text = indent_lists(systems_as_tabs(convert(file.read_text(encoding="utf-8"), file)))
             page.write_text(text, encoding="utf-8")
         else:
             shutil.copyfile(file, page)
@@ -128,6 +161,8 @@ def main() -> int:
         return 1
     zensical = Path(sys.executable).with_name("zensical")
     done = subprocess.run([zensical, "build", "--strict", "--clean"], cwd=ROOT)
+    for page in SITE.rglob("*.html"):
+        page.write_text(keep_words_whole(page.read_text(encoding="utf-8")), encoding="utf-8")
     return done.returncode
 
 

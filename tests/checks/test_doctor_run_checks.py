@@ -101,8 +101,17 @@ def test_a_falling_loss_says_train_longer_and_what_to_expect(tmp_path):
     assert (found.code, found.severity) == ("run.loss", "hint")
     assert f"unfog resume {tmp_path} --steps 4000" in found.remedy
     assert float(found.remedy.rsplit(" ", 1)[1]) == pytest.approx(4000**-0.2, rel=0.02)
-    assert _check_loss(record, 0.3, 0.4, memorized=True).severity == "fine"
+    assert _check_loss(record, 0.3, 0.4, longer_helps=False).severity == "fine"
     assert _check_loss(a_record(tmp_path, rows, steps=4000), 0.3, 0.4).severity == "fine"
+
+
+def test_no_longer_run_is_advised_while_the_rate_is_too_high(tmp_path):
+    rows = lines(loss=noisy(lambda step: step**-0.2), gradient_norm=lambda step: 0.3, lr=lambda step: LR)
+    back = [{"kind": "rolled_back", "step": 30, "lr": LR / 2, "reason": "it rose"}]
+    for events, rate, loss in (([], "run.lr", "hint"), (back, "run.lr_high", "fine")):
+        found = trends(a_record(tmp_path, rows, events), LR / 10, 0.3, 0.4)
+        assert rate in found
+        assert found["run.loss"].severity == loss
 
 
 def test_a_run_too_short_for_recognisable_samples_is_told_the_length_and_no_forecast(tmp_path):

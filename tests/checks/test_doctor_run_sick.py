@@ -45,10 +45,12 @@ def test_eight_pictures_trained_long_come_back(tmp_path):
 @pytest.mark.parametrize(("lr", "code"), [(0.3, "run.lr_high"), (2e-5, "run.lr_low")])
 def test_a_rate_that_is_far_off_is_found_by_what_comes_of_it(tmp_path, lr, code):
     run = train(pictures(tmp_path / "photos", 200), tmp_path / "run", steps=110, lr=lr, batch=8, size=8)
-    found = examined(run, samples=0)
+    found = examined(run, samples=16)
     assert found[code].severity == "warning"
     assert "--lr 0.0021" in found[code].remedy
     assert found["run.not_learning"].severity == "fatal"
+    advised = [one.code for one in found.values() if "train longer" in one.remedy]
+    assert advised if code == "run.lr_low" else not advised, "a rate that is too high is lowered first"
 
 
 @pytest.mark.exhaustive

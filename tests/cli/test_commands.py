@@ -49,6 +49,7 @@ def test_doctor_writes_a_page_and_says_what_needs_a_thought(photos, tmp_path, ca
     assert codes["data.duplicates"]["severity"] == "fine"
     for finding in written["findings"]:
         assert (finding["evidence"] in said.err) == (finding["severity"] != "fine"), finding["code"]
+    assert said.err.splitlines()[-1].startswith("  causes and remedies: ")
     page = (out / "report.html").read_text()
     assert "data:image/png;base64," in page
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")

@@ -6,18 +6,21 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
+import unfog
 from package_source import trees
+from unfog.cli.help import PAGES
 from unfog.cli.main import main
 from unfog.cli.parse import flags_of, parse_args
 from unfog.cli.read_request import REQUESTS, read_request
-from unfog.config import advice
-from unfog.config.advice import ADVICE
+from unfog.config.advice import advice_on, advice_within, all_advice
+from unfog.config.aliases import EPOCHS
 from unfog.config.describe import describe
 from unfog.config.explain import explain
 from unfog.config.presets import PRESETS, autoencoder_recipe, preset
@@ -89,6 +92,15 @@ def test_other_commands_have_one_level(said, command):
     assert said(command, "--help") == said(command, "--help-all")
 
 
+@pytest.mark.parametrize("command", sorted(PAGES))
+def test_help_ends_with_the_page_of_the_command(said, command):
+    assert (REPOSITORY / PAGES[command]).is_file()
+    for flag in ("--help", "--help-all"):
+        last = said(command, flag).splitlines()[-1]
+        assert last.startswith("Its page: ")
+        assert Path(PAGES[command]).stem in last
+
+
 def test_every_setting_has_a_text():
     for kind in REQUESTS.values():
         for each in describe(kind):
@@ -131,7 +143,7 @@ def test_pack_lists_only_what_it_reads(said):
 @pytest.mark.parametrize("name", sorted(TRAINING_ONLY))
 def test_pack_refuses_what_it_does_not_read(name):
     words = {"cache": "none", "cache_limit": "1gb", "flip": True, "aspect": "keep", "map": "minmax"}
-    other = (words | {"map_values": (0.0, 1.0, 1.0)}).get(name, 0.02)
+    other = (words | {"map_values": (0.0, 1.0, 1.0), "map_range": (0.0, 1.0)}).get(name, 0.02)
     with pytest.raises(RequestError, match="acts during training"):
         pack(PackRequest("fashion", Path("out"), Data(**{name: other})))
 
@@ -258,7 +270,7 @@ FLAGS = {
     "--dataset_name": "hf:NAME", "--train_data_dir": "FOLDER", "--output_dir": "--out?",
     "--adam_beta1": "--optimizer.betas", "--use_8bit_adam": "custom:path", "--ema_max_decay": "--ema",
     "--ddpm_num_steps": "linear:steps", "--ddpm_beta_schedule": "--schedule?",
-    "--checkpoints_total_limit": "--checkpoint.keep", "--hub_token": "HF_TOKEN", "--outdir": "--out?",
+    "--checkpoints_total_limit": "--checkpoint.keep", "--hub_token": "HF_TOKEN", "--outdir": "--out",
     "--batch-gpu": "--microbatch", "--cbase": "--network", "--arch": "--network", "--xflip": "--flip?",
     "--ls": "--precision", "--bench": "--training.deterministic", "--tick": "--log.every",
     "--snap": "--checkpoint.every", "--transfer": "--init", "--train_num_steps": "--steps?", "--train_lr": "--lr?",
@@ -267,6 +279,22 @@ FLAGS = {
     "--deepspeed": "--training.shard", "--beta_start": "beta_start=", "--num_classes": "Sub-folders",
     "--scheduler": "--sampler", "--num_samples": "unfog sample", "--cuda": "--device", "--name": "--out",
 }  # fmt: skip
+
+
+# Words after `unfog`, and what the answer says. Advice for training alone is not given elsewhere.
+ELSEWHERE = {
+    "evaluate RUN --fid": "; measure a run by unfog evaluate RUN --metrics fid,kid",
+    "sample RUN --num-samples 4": "; did you mean -n?",
+    "sample RUN --euler": "; unfog sample RUN --sampler unipc --steps 10",
+    "sample RUN --fp16": "; mixed precision is automatic; --precision fp16",
+    "sample RUN --num-workers 2": "; see unfog sample --help",
+    "evaluate RUN --kimg 100": "; see unfog evaluate --help",
+}
+
+
+@pytest.mark.parametrize("words", ELSEWHERE)
+def test_flags_of_other_programs_that_do_not_train_are_answered(said, words):
+    assert ELSEWHERE[words] in said(*words.split(), status=2)
 
 
 @pytest.mark.parametrize("flag", FLAGS)
@@ -295,7 +323,21 @@ CONCEPTS = {
     "sample_fp32": "--precision fp32", "scaler_state_dict": "scaler", "checkpoint_latest": "unfog resume",
     "caption": "--prompt", "fine-tune": "--init", "playground": "unfog serve", "how many images": "unfog doctor",
     "bigger pictures": "--size", "copyright": "copies", "windows": "install", "mac": "install",
-    "transparent": "--data.background",
+    "transparent": "--data.background", "lr scaling": "square root", "learning rate scaling": "square root",
+    "batch size scaling": "square root", "square root": "square root", "timestep loss": "loss_by_level",
+    "timestep error": "loss_by_level", "error by noise level": "loss_by_level", "clip": "--training.clip",
+    "inception": "unfog docs metrics", "lpips": "not measured", "velocity": "--target flow",
+    "flow matching": "--target flow", "rectified flow": "--target flow", "autoguidance": "--guide none",
+    "preemption": "SIGTERM", "divergence": "not finite", "inverse snr": "--weighting inverse-snr",
+    "--output-dir": "--out", "--kimg": "--images", "[-1, 1]": "automatically", "images in [0, 1]": "automatically",
+    "scale to [-1, 1]": "automatically", "crop 0.1": "--data.crop", "loss stuck": "stuck or only slow",
+    "loss_high": "stuck or only slow", "intermediate timesteps": "--strip", "noise prediction": "--target eps",
+    "learning rate too high": "find-lr", "learning rate too low": "find-lr", "grad_norm": "gradient_norm",
+    "save_grid": "grid.png", "random horizontal flip": "--flip", "randint": "random noise level",
+    "state_dict": "unfog resume", "tqdm": "unfog watch", "V100": "--for v100", "unscale_": "loss scaler",
+    "loss scaling": "loss scaler", "is it a copy": "copies", "how many drawings": "unfog doctor",
+    "colour": "--channels sets it", "style": "--strength", "my drawings": "unfog train FOLDER",
+    "negative prompt": '--negative "dark"', "validation": "--data.held-out", "sampling steps": "--steps 10",
 }  # fmt: skip
 
 
@@ -328,29 +370,47 @@ def test_questions_of_people_who_begin_are_answered(question):
 
 
 def test_each_word_has_one_advice_and_what_is_unknown_has_none():
-    words = [word for _, words in advice._WORDS for word in words.split()]
-    assert len(words) == len({*words})
-    assert all(advice.advice_on(word) is advice.ADVICE[word] for word in words)
+    entries = tomllib.loads((Path(unfog.__file__).parent / "config/advice.toml").read_text("utf-8"))["advice"]
+    words = [word for entry in entries for word in entry["words"].split()]
+    assert len(words) == len({*words}) == len(all_advice())
+    assert {*EPOCHS} < {*words}
+    assert all(advice_on(word) is advice_within(word) is all_advice()[word] for word in words if word[-1] != "_")
     for unknown in ("", "cats and dogs", "optimizer.lrr", "the of and"):
-        assert advice.advice_within(unknown) is None
-    for unknown in ("cats and dogs", "optimizer.lrr"):
-        with pytest.raises(RequestError, match="not a setting or a known word"):
-            explain(unknown)
+        assert advice_within(unknown) is None
+    with pytest.raises(RequestError, match="not a setting or a known word"):
+        explain("cats and dogs")
 
 
-MISSPELLED = {"mode colapse": "mode-collapse", "Privcy": "privacy", "hiec": "heic", "--min_snrr": "min-snr"}
+@pytest.mark.parametrize("flag", ["--num-epochs", "--amp", "--lr", "--wandb", "--pqrst"])
+def test_a_flag_that_explain_does_not_have_is_the_word(said, flag):
+    status = 2 if flag == "--pqrst" else 0
+    assert said("explain", flag, status=status) == said("explain", "--", flag, status=status)
+    assert "usage: unfog explain" in said("explain", flag, "--help")
+
+
+MISSPELLED = {
+    "mode colapse": "mode-collapse", "Privcy": "privacy", "--min_snrr": "min-snr", "divergance": "divergence",
+    "optimizer.lrr": "optimizer.lr",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("word", MISSPELLED)
-def test_near_words_of_a_misspelled_one_can_be_explained(said, word):
-    near = said("explain", "--", word, status=2).rpartition("did you mean ")[2].strip().removesuffix("?").split(" or ")
-    assert MISSPELLED[word] in near
-    assert all(explain(one) for one in near)
+def test_a_word_with_a_wrong_letter_is_explained(word):
+    first, _, rest = explain(word).partition("\n\n")
+    assert first == f"{word!r} is read as {MISSPELLED[word]}"
+    assert rest == explain(MISSPELLED[word])
+
+
+@pytest.mark.parametrize(("word", "near"), [("hiec", "heic"), ("prvcy", "privacy")])
+def test_near_words_of_another_one_can_be_explained(said, word, near):
+    words = said("explain", word, status=2).rpartition("did you mean ")[2].strip().removesuffix("?").split(" or ")
+    assert near in words
+    assert all(explain(one) for one in words)
 
 
 def test_advice_names_commands_flags_and_pages_that_exist():
     flags = {flag for request in REQUESTS.values() for flag in flags_of(request)}
-    for word, given in ADVICE.items():
+    for word, given in all_advice().items():
         assert {*re.findall(r"(?<=unfog )[a-z-]+", given.text)} <= {*REQUESTS}, word
         assert {*re.findall(r"--[a-z][\w.-]*\w", given.text)} - {"--nproc-per-node"} <= flags, word
         assert all(

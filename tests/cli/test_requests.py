@@ -57,6 +57,7 @@ HIDDEN = (
     "buckets",
     "fingerprint",
     "data.map_values",
+    "data.map_range",
     "data.unknown_share",
     "data.unknown_mask",
     "init.sha256",

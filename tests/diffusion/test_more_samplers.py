@@ -434,6 +434,12 @@ def test_a_low_last_level_keeps_fine_detail():
     assert min(adaptive[:2]) > 0.1 > 0.02 > adaptive[2]
 
 
+def test_heun_needs_steps_on_the_grid_of_edm():
+    """The figures of docs/sampling.md, which say why few steps are refused: of the truth 0.5."""
+    found = {n: 0.5 * kept_variance(Sampler("heun", n, "karras", clip=False), 0.5) ** 0.5 for n in (2, 3, 4, 6, 18)}
+    assert found == pytest.approx({2: 40.0, 3: 2.05, 4: 2.18, 6: 0.853, 18: 0.528}, rel=0.005)
+
+
 @pytest.mark.parametrize("grid", ["schedule", "karras", "logsnr"])
 @pytest.mark.parametrize("schedule", [LogitNormal(), Cosine(steps=1000), LogNormal()])
 def test_the_last_level_of_each_grid_can_be_chosen(grid, schedule):

@@ -9,10 +9,16 @@ import torch
 from PIL import Image
 
 import unfog
+from float_fields import saved
 from unfog.cli.main import main
+from unfog.config.schema import Config
+from unfog.data.settings import Data
+from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import compare_features
+from unfog.pipeline.sample_folder import SampleFolder
+from unfog.runs.sample import write_grid
 
 
 def _blobs(count: int, seed: int, side: int = 96) -> np.ndarray:
@@ -122,3 +128,33 @@ def test_too_few_images_are_refused(folders, tmp_path):
         unfog.evaluate(tmp_path, folders[1], device="cpu")
     with pytest.raises(RequestError, match="at least 10"):
         unfog.evaluate(_blobs(5, 0), folders[1], device="cpu")
+
+
+@pytest.mark.slow
+def test_a_folder_of_samples_is_of_its_arrays_and_not_of_their_views(tmp_path):
+    fields = np.random.default_rng(0).normal(0, [3, 50, 400], (24, 8, 12, 3)).astype(np.float32)
+    config = Config(data=Data(size="12x8", channels=3, dtype="float32", range=(-2000.0, 2000.0)))
+    folder = SampleFolder(tmp_path / "drawn", "", 12, view=config.view, names=["sea", "land"])
+    folder.path.mkdir()
+    folder.write(range(12), fields[:12])
+    folder.save("mean", fields.mean(0), config.view(fields[:1])[0])
+    write_grid(folder, config)
+    source = open_source(str(folder.path))
+    assert np.array_equal(np.stack([source.read(i) for i in range(len(source.names))]), fields[:12])
+    reference = saved(tmp_path, fields[12:], "sea.npy")
+    one, other = (unfog.evaluate(images, reference) for images in (folder.path, saved(tmp_path, fields[:12])))
+    assert [(found.metric, found.value) for found in one.measured] == [(m.metric, m.value) for m in other.measured]
+    assert one.measured[0].value is not None
+    (folder.path / "000003-land.npy").unlink()  # now a picture without an array: no folder of samples
+    assert source.names != open_source(str(folder.path)).names
+
+
+@pytest.mark.slow
+def test_images_with_nan_need_the_run(tmp_path, capsys):
+    fields = np.random.default_rng(0).normal(0, 50, (30, 8, 12, 2)).astype(np.float32)
+    reference = saved(tmp_path, fields[:15], "sea.npy")
+    fields[15:, 0, 0] = np.nan
+    with pytest.raises(RequestError, match=r"all images of .*drawn.npy have NaN.*unfog evaluate RUN"):
+        unfog.evaluate(saved(tmp_path, fields[15:], "drawn.npy"), reference)
+    unfog.evaluate(saved(tmp_path, fields[3:18], "some.npy"), reference)
+    assert "images with NaN are left out; `unfog evaluate RUN`" in capsys.readouterr().err

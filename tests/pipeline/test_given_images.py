@@ -95,3 +95,28 @@ def test_masks_of_every_type_have_the_labels_of_training(kind):
     assert np.array_equal(read(mask, pictures[kind])[0], LABELS)
     with pytest.raises(RequestError, match="has the value 30000, and the masks of the run have 0, 1, 2"):
         read(mask, LABELS.astype(np.uint16) * 30000)
+
+
+def test_an_array_file_has_one_image_or_several_and_gives_its_name(tmp_path):
+    mask = Column("mask", "mask", LABELS[None, None].repeat(2, 0).astype(np.int8), ("0", "1", "2"))
+    config = Config(data=Data(size=8, channels=3), columns=facts_of([mask]))
+    given = {"plane": LABELS, "one": LABELS[None], "two": np.stack([LABELS, LABELS.T]), "flags": LABELS > 0}
+    for name, values in given.items():
+        np.save(tmp_path / f"{name}.npy", values)
+
+    def pictures(text, most=4):
+        return read_pictures(config, {"mask": text}, most)["mask"]
+
+    found = [*pictures(str(tmp_path / "plane.npy")), *pictures(str(tmp_path / "one.npy"))]
+    assert [str(one).split("|")[0] for one in found] == ["plane", "one"]
+    assert all(np.array_equal(picture_of(str(one))[0], LABELS) for one in found)
+    first, second = pictures(str(tmp_path / "two.npy"))
+    assert [str(one).split("|")[0] for one in (first, second)] == ["two-0", "two-1"]
+    assert np.array_equal(picture_of(str(second))[0], LABELS.T)
+    both = pictures(f"{tmp_path / 'plane.npy'},{tmp_path / 'two.npy'}")
+    assert len(both) == 3
+    (flags,) = pictures(str(tmp_path / "flags.npy"))
+    assert np.array_equal(picture_of(str(flags))[0], LABELS > 0)
+    np.save(tmp_path / "objects.npy", np.array([[{}]], dtype=object), allow_pickle=True)
+    with pytest.raises(RequestError, match="given 'mask'"):
+        pictures(str(tmp_path / "objects.npy"))

@@ -17,10 +17,15 @@ import unfog
 from conftest import FEW_PICTURES
 from gaussians import normal
 from test_export import DEEP, DIT, MAPPED, MPUNET, UNET, latent_run, run_of
+from test_export_conditions import UNKNOWN, masked
 from test_posterior import COUNT, COVARIANCE, MATRIX, MEAN, NOISE, OBSERVED, closed_form
 from unfog.config.schema import Config
 from unfog.custom import consent
+from unfog.data.full_depth.fit import fit_values
+from unfog.data.prepare import prepare
 from unfog.data.settings import Data
+from unfog.data.sources.registry import open_source
+from unfog.diffusion.losses.pixel_loss import AbsoluteError, PseudoHuber
 from unfog.diffusion.noise import VP, Cosine
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
@@ -256,6 +261,97 @@ def test_the_deviation_has_the_colours_of_the_view_and_a_bar_with_its_values(tmp
         assert np.abs(picture[[0, 127], [0, 127]].astype(int) - table[[corner, other]]).max() <= 2
         assert np.array_equal(picture[128 + 8, [0, 127]], table[[0, 254]])  # 256 levels on 128 pixels
     assert bars == [["0", "4.5", "9"], ["0", "2.121", "4.243"]]  # 3 sqrt(2) at the most
+
+
+def test_draws_that_leave_the_training_values_are_named(tmp_path, capsys):
+    fields = np.random.default_rng(0).uniform([10, -4], [30, 4], (9, 8, 8, 2)).astype(np.float32)
+    fields[0, 0, 0], fields[1, 0, 0] = (10, -4), (30, 4)
+    np.save(tmp_path / "fields.npy", fields)
+    made = prepare(open_source(str(tmp_path / "fields.npy")), Data(map="arcsinh,standard", held_out=0))
+    data = fit_values(made)[0].settings
+    assert data.range_in_training == ((10, 30), (-4, 4))
+    config = Config(data=data).with_view("0")
+    draws = fields[:4].copy()
+    problem = SimpleNamespace(
+        observation=SimpleNamespace(observed=torch.zeros(1)), error=lambda x0: 0.0, name="y", noise=1.0
+    )
+
+    def said(name):
+        folder = SampleFolder(tmp_path / name, "", 4, view=config.view)
+        folder.path.mkdir()
+        folder.write(range(4), draws)
+        write_posterior(folder, config, problem)
+        return capsys.readouterr().err
+
+    draws[1, 2, 3], draws[2, 4, 4] = (30.9, 4.7), (9.5, -4.7)  # within 10% of the range
+    assert "warning" not in said("within")
+    draws[2, 4, 4, 1], draws[3, 5, 5, 1] = -6.5, 5.5
+    found = said("beyond")
+    assert "warning: 2 draws of 4 left the training values, draw 2 by most: it has -6.5 to" in found
+    assert "in channel 1, and they have -4 to 4; take more steps" in found
+
+
+@pytest.mark.parametrize(
+    ("data", "range"),
+    [
+        (Data(channels=2, dtype="float32", range=(-5, 8)), ((-5, 8),) * 2),
+        (Data(channels=2, dtype="uint16", range=(0, 4095)), ()),
+        (Data(channels=1, dtype="float32", map="standard", map_values=(1, 0, 1)), ()),  # a run of an earlier version
+        (Data(channels=2, dtype="float32", map="standard", map_values=(1, 0, 1) * 2, map_range=(0, 1)), ()),  # damaged
+    ],
+    ids=["range", "integers", "earlier", "damaged"],
+)
+def test_the_range_of_training_values_is_known_only_from_them(data, range):
+    assert data.range_in_training == range
+
+
+@pytest.mark.parametrize("loss", [None, AbsoluteError(), PseudoHuber()], ids=["mse", "l1", "pseudo-huber"])
+def test_a_loss_without_the_mean_is_warned_of(capsys, loss):
+    run = run_of("default", DIT, 0)
+    if loss:
+        run.config = replace(run.config, diffusion=replace(run.config.diffusion, loss=loss))
+    run.prepare(1, measure=evens, observed=Y)
+    said = capsys.readouterr().err
+    assert f"warning: loss = {loss.kind}" in said if loss else "warning" not in said
+
+
+def known_alone(x):
+    return x.flatten(1)[:, torch.from_numpy(~UNKNOWN).flatten()]
+
+
+def filled(x):
+    return known_alone(torch.where(torch.from_numpy(UNKNOWN), 7.0, x))
+
+
+@pytest.mark.parametrize(("unknown", "dtype"), [("nan", "float32"), ("0", "uint16")])
+def test_known_pixels_are_measured_and_unknown_ones_stay_unknown(tmp_path, unknown, dtype):
+    run = masked(unknown, dtype=dtype)
+    format, hidden = run.config.image_format, UNKNOWN.transpose(1, 2, 0)
+    y = np.linspace(500, 3500, int((~UNKNOWN).sum()), dtype=np.float32)
+    draws = np.asarray(run.sample(3, steps=4, measure=known_alone, observed=y))
+    assert np.array_equal(draws, run.sample(3, steps=4, measure=filled, observed=y), equal_nan=True)
+    assert np.array_equal(~format.values.known(draws), np.broadcast_to(hidden, draws.shape))
+    free = np.asarray(run.sample(3, steps=4))
+    one, other = (np.abs(x.transpose(0, 3, 1, 2)[:, ~UNKNOWN].astype(np.float32) - y).mean() for x in (draws, free))
+    assert one < 0.1 * other
+    problem = build_measurement(run.config, known_alone, y, None, run.device, Path("run"))
+    folder = SampleFolder(tmp_path, "", 3, view=run.config.view)
+    folder.write(range(3), draws)
+    write_posterior(folder, run.config, problem)
+    mean, deviation = (np.load(tmp_path / f"{name}.npy") for name in ("mean", "deviation"))
+    known = draws[:, ~hidden].astype(np.float64)
+    np.testing.assert_allclose(mean[~hidden], known.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(deviation[~hidden], known.std(0, ddof=1), rtol=1e-4, atol=1e-3)
+    assert np.isnan(deviation[hidden]).all()
+    assert np.isnan(mean[hidden]).all() if unknown == "nan" else not mean[hidden].any()
+
+
+def test_a_measurement_of_unknown_pixels_is_refused_with_its_share():
+    # Rows 0, 2, 4 and 6 of four channels; those of which a pixel is unknown in all images depend on it.
+    y = np.zeros((4, 4), np.float32)
+    share = UNKNOWN[:, ::2].any(2).mean()
+    with pytest.raises(RequestError, match=rf"{UNKNOWN.mean():.0%} of the values.*{share:.0%} of what measure returns"):
+        masked().sample(1, steps=2, measure=lambda x: evens(x).mean(3), observed=y)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.microbatch import Machine
 from unfog.process import device, torch_flags
 from unfog.process.torch_flags import caller_flags_kept, set_repeatable
-from unfog.runs.session import say_what_resume_promises
+from unfog.runs.ranks import say_what_resume_promises
 from unfog.training.precision import Precision
 
 CPU, CUDA, FIRST_GPU = torch.device("cpu"), torch.device("cuda"), torch.device("cuda:0")

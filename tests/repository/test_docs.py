@@ -5,8 +5,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import unfog
+from command import exit_status
+from conftest import NETWORK
 from unfog.cli.parse import parse_args
 from unfog.cli.read_request import REQUESTS
 from unfog.config.aliases import COMMANDS
@@ -75,6 +78,36 @@ def test_commands_within_a_sentence_have_flags_that_exist(page):
         assert "is not a flag" not in message or rest[0].startswith("--help"), line
 
 
+SMALL = ("--steps", "4", "--batch", "4", "--network", NETWORK, "--device", "cpu", "--sampler.steps", "2")
+# What is added to the commands of the README, whose lengths are left out.
+FEWEST = {
+    "doctor": ("--quick", *SMALL),
+    "train": SMALL,
+    "sample": ("--steps", "2"),
+    "evaluate": ("-n", "8", "--steps", "2"),
+    "resume": ("--steps", "6"),
+}
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_run_one_after_the_other(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for i in range(24):
+        folder = tmp_path / "photos" / ("cats", "dogs")[i % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.radial_gradient("L").rotate(15 * i).resize((80, 72)).convert("RGB").save(folder / f"{i}.png")
+    section = (ROOT / "README.md").read_text("utf-8").partition("\n## Four commands\n")[2].partition("\n## ")[0]
+    listed = [*commands(section), *re.findall(r"`(unfog resume [^`]*)`", section)]
+    assert [line.split()[1] for line in listed] == list(FEWEST)
+    for line in listed:
+        words = shlex.split(re.sub(r"--budget \S+", "", line), comments=True)[1:]
+        assert exit_status(*words, *FEWEST[words[0]]) == 0, (line, capsys.readouterr().err)
+    assert capsys.readouterr().out.count("photos") >= len(listed), "each prints the path of what it made"
+    assert len(list(Path("runs/photos").rglob("grid.png"))) == 1
+    run = unfog.load("runs/photos")
+    assert (run.step, run.classes) == (6, ("cats", "dogs"))
+
+
 def test_prose_behind_a_command_is_noticed():
     text = "```\nunfog evaluate runs/photos    how good is it\n```\n"
     with pytest.raises(RequestError):
@@ -107,3 +140,14 @@ def test_each_cell_about_devices_begins_with_what_is_proven():
         assert {re.split(r"\W", cell.strip())[0] for cell in cells} <= defined, what
         for cell in cells[1:]:  # where and when, of all but the CPU
             assert not cell.strip().startswith("seen") or re.match(r"seen on .+, .*20\d\d", cell.strip()), what
+
+
+def test_the_changelog_has_the_headings_of_keep_a_changelog():
+    kinds = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+    versions = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text("utf-8"), flags=re.MULTILINE)[1:]
+    assert versions
+    for version in versions:
+        assert re.match(r"\d+\.\d+\.\d+ \((unreleased|\d{4}-\d\d-\d\d)\)\n", version), version[:40]
+        found = re.findall(r"^### (.*)$", version, re.MULTILINE)
+        assert found
+        assert found == [kind for kind in kinds if kind in found], found

@@ -4,6 +4,7 @@ import importlib
 import re
 import runpy
 import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -96,6 +97,42 @@ def test_the_description_on_an_index_of_packages_has_no_dead_link(monkeypatch):
     assert "hero.webp" not in plain["readme"]["text"]
 
 
+def test_the_description_credits_pictures_that_an_index_leaves_out():
+    licence = (ROOT / "README.md").read_text("utf-8").rpartition("**Licence:**")[2]
+    assert "OpenMoji" in licence
+    assert "above" not in licence
+
+
+def test_licences_are_those_of_what_ships():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    page = (ROOT / "docs/licences.md").read_text("utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ") and "](" in line]
+    named = {path for row in rows for path in re.findall(r"\]\(([^)]+)\)", row[-1])}
+    files = {((ROOT / "docs") / path).resolve().relative_to(ROOT).as_posix() for path in named}
+    assert {row[2] for row in rows} == {*project["license"].split(" AND ")}
+    assert files == {*project["license-files"]}
+    assert all((ROOT / file).stat().st_size > 500 for file in files)
+    stored = [path for path in (ROOT / "src").rglob("LICENSE*") if "site" not in path.parts]
+    assert {path.relative_to(ROOT).as_posix() for path in [*stored, *(ROOT / "docs/licences").iterdir()]} <= files
+    recipe = (ROOT / "packaging/conda/recipe.yaml").read_text("utf-8")
+    assert f"  license: {project['license']}\n" in recipe
+    assert {*re.findall(r"^    - (\S*(?:LICENSE|licences)\S*)$", recipe, re.M)} == files
+
+
+def test_the_licences_of_the_site_are_those_of_its_generator():
+    """An upgrade of Zensical may bring other parts along."""
+    zensical = pytest.importorskip("zensical")
+    installed = Path(zensical.__file__).parent / "templates"
+    known = {"zensical-bundle": "assets/javascripts", "lucide-icons": ".icons/lucide"}
+    known |= {"material-icons": ".icons/material", "octicons-icons": ".icons/octicons"}
+    for name, folder in known.items():
+        text = (installed / folder / "LICENSE").read_text("utf-8")
+        assert (ROOT / f"docs/licences/{name}.txt").read_text("utf-8").split() == text.split(), name
+    bundle = (ROOT / "docs/licences/zensical-bundle.txt").read_text("utf-8")
+    page = (ROOT / "docs/licences.md").read_text("utf-8")
+    assert [name for name in re.findall(r"^Package: (.*)@", bundle, re.M) if name not in page] == []
+
+
 def test_nothing_is_in_the_way_of_a_release_but_its_date():
     release = runpy.run_path(str(ROOT / "scripts" / "release.py"))
     assert release["version"]() == unfog.__version__
@@ -127,3 +164,17 @@ def test_images_are_built_of_files_that_are_there(name):
     assert files
     assert all((ROOT / file).exists() for file in files)
     assert files == let_through
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
+def test_images_read_remote_shards_unless_other_extras_are_asked_for(name):
+    """pip takes no empty brackets: `EXTRAS=` is the package alone."""
+    text = (ROOT / name).read_text()
+    default = re.search(r"^ARG EXTRAS=(.+)$", text, re.MULTILINE)[1]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(default.split(",")) == {"s3", "http"} <= set(extras)
+    (words,) = re.findall(r'pip install .* ("\.\$.*") \\$', text, re.MULTILINE)
+    for given, expected in ((default, f".[{default}]"), ("all", ".[all]"), ("", ".")):
+        shell = ["sh", "-c", f"printf %s {words}"]
+        said = subprocess.run(shell, env={"EXTRAS": given, "PATH": "/bin:/usr/bin"}, capture_output=True, text=True)
+        assert said.stdout == expected

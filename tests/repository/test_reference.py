@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import inspect
 import re
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from unfog.config.describe import field_texts
 from unfog.evaluation.metrics import MetricResult
 from unfog.inference.evaluation_files import Evaluation
+from unfog.inference.run import Run
 from unfog.process.run_status import RunStatus
 from unfog.reporting.findings import Finding
 
@@ -47,6 +50,16 @@ def test_remedies_are_found_where_a_check_makes_them(scripts_on_path, monkeypatc
     ]
 
 
+def test_attributes_have_the_text_under_their_field_and_not_that_of_their_type(scripts_on_path):
+    import reference
+
+    page = reference.python_page()
+    assert f"### Run.calls\n\n{field_texts(Run)['calls']}\n\n### Run.d" in page
+    for kind in (bool, dict, float, int, list, str, tuple):
+        assert inspect.getdoc(kind).partition("\n")[0] not in page, kind
+    assert re.findall(r"^(### .*)\n\n(?=#|\Z)", page, re.M) == []  # an attribute of which nothing is said
+
+
 def test_every_event_and_variable_is_on_the_page_of_files():
     page, modules = (ROOT / "docs/reference/files.md").read_text(), [*SOURCE.rglob("*.py")]
     kinds, variables = set(), set()
@@ -79,6 +92,26 @@ def _kinds(tree):
             yield node.value.value
 
 
+def test_links_to_headings_work_where_the_pages_are_read_as_files():
+    """The site names headings alike but for signs between spaces, which leave two hyphens more on a forge."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    names, dead = {page: _anchors(page.read_text("utf-8")) for page in pages}, []
+    for page in pages:
+        for path, anchor in re.findall(r"\]\(([^()\s:#]*)#([^()\s]+)\)", page.read_text("utf-8")):
+            there = (page.parent / path).resolve() if path else page
+            dead += [f"{page.name}: {path}#{anchor}"] * (there in names and anchor not in names[there])
+    assert dead == []
+
+
+def _anchors(text):
+    """Return the anchors that a forge gives to the headings of a page, and those that the page sets itself."""
+    text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S)
+    heads = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", head) for head in re.findall("^#+ +(.*)", text, re.M)]
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads} | {
+        *re.findall(r'<a id="([^"]+)"', text)
+    }
+
+
 @pytest.fixture
 def builder(scripts_on_path):
     """scripts/site.py, whose name is that of a module of Python."""
@@ -100,6 +133,22 @@ def test_items_of_lists_keep_their_paragraphs_tables_and_code_on_the_site(builde
     )
 
 
+def test_install_lines_of_the_front_page_are_tabs_on_the_site(builder):
+    text = builder.systems_as_tabs((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert re.findall(r'^=== "(.*)"$', text, re.M) == ["Windows (PowerShell)", "macOS", "Linux"]
+    assert text.count('\n        pip install torch\n        pip install ".[all]"\n\n') == 3  # in their tabs
+    other = "**Linux** is proven.\n\nText.\n\n**Good samples.** Text:\n\n    code\n"
+    assert builder.systems_as_tabs(other) == other
+
+
+def test_code_in_tables_is_broken_at_spaces_alone(builder):
+    page = "<p><code>a b</code></p><td><code>--data.cache-limit 1</code> <b>x</b></td>\n<td>1.5 <code>[0.5]</code></td>"
+    assert builder.keep_words_whole(page) == (
+        "<p><code>a b</code></p><td><code><span>--data.<wbr>cache-limit</span> <span>1</span></code> <b>x</b></td>\n"
+        "<td>1.5 <code><span>[0.5]</span></code></td>"
+    )
+
+
 def test_links_to_files_are_text_or_addresses_of_the_repository(builder, monkeypatch):
     text, page = "[a](../src/unfog/text.py#L3) and [b](guide.md#x)", ROOT / "docs/sampling.md"
     monkeypatch.setattr(builder, "addresses", dict)
@@ -108,6 +157,11 @@ def test_links_to_files_are_text_or_addresses_of_the_repository(builder, monkeyp
     assert (
         builder.convert(text, page) == "[a](https://host/us/unfog/blob/HEAD/src/unfog/text.py#L3) and [b](guide.md#x)"
     )
+
+
+def test_fences_have_a_language_alone_on_the_site(builder):
+    text = '- x\n\n  ```python values\n  maps["a"](b)\n  ```\n\n```bash\nunfog docs\n```\n'
+    assert builder.convert(text, ROOT / "docs/export.md") == text.replace("python values", "python")
 
 
 @pytest.mark.slow
@@ -122,6 +176,9 @@ def test_the_site_is_built_and_served_without_another_machine():
         finally:
             server.terminate()
     assert "<title>Sampling" in page
+    # A fence that the generator does not know becomes text, with marks of its own inside.
+    broken = [path for path in (SOURCE / "site").rglob("*.html") if re.search("```|\x02", path.read_text("utf-8"))]
+    assert broken == []
     front = (SOURCE / "site/index.html").read_text()
     assert re.findall(r"<li>\s*<p><strong>(\w+)", front)[-5:] == ["Good", "Nothing", "Problems", "Metrics", "Little"]
     assert re.findall(r'(?:src|href)="(https?:[^"]*\.(?:js|css|woff2?))"', page) == []

@@ -134,7 +134,7 @@ def test_textures_have_no_seam_and_are_the_same_each_time(tutorial_images):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("page", ["drawings", "cifar10", "latents", "own-data", "own-network-and-loss"])
+@pytest.mark.parametrize("page", sorted(RECORDED))
 def test_the_commands_of_a_tutorial_run(page, tmp_path, tutorial_images):
     file = ROOT / f"docs/tutorials/{page}.md"
     (tmp_path / "drawings").mkdir()

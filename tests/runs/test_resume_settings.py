@@ -292,6 +292,7 @@ REFUSED = (
         "data.dtype",
         "data.map",
         "data.map_values",
+        "data.map_range",
         "data.unknown",
         "data.unknown_share",
         "data.unknown_mask",

@@ -93,8 +93,10 @@ def test_the_mirror_is_the_run_at_its_end_without_what_is_of_the_process(mirrore
 def test_a_run_resumes_from_its_mirror_and_a_copy_of_it_goes_on_mirroring(mirrored, tmp_path):
     _, mirror = mirrored
     shutil.copytree(mirror, tmp_path / "drive")
+    before = contents(mirror)
     unfog.resume(tmp_path / "drive", steps=4, mirror="")
     assert max(steps(tmp_path / "drive")) == 4
+    assert contents(mirror) == before  # which is of the run, whose copy goes on without it
     shutil.copytree(mirror, tmp_path / "local")
     unfog.resume(tmp_path / "local", steps=4, mirror=tmp_path / "drive2")
     assert contents(tmp_path / "drive2") == contents(tmp_path / "local")

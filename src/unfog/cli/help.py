@@ -15,8 +15,26 @@ from unfog.config.presets import SETTINGS_OF
 from unfog.config.schema import Config
 from unfog.config.task import AutoencoderTask, DiffusionTask, RunTask
 from unfog.data.settings import TRAINING_ONLY
+from unfog.text import manual
 
 HELP_FLAGS = ("-h", "--help", "--help-all")
+PAGES = {
+    "train": "docs/guide.md",
+    "resume": "docs/guide.md",
+    "train-autoencoder": "docs/latent.md",
+    "sample": "docs/sampling.md",
+    "evaluate": "docs/evaluating.md",
+    "ema-sweep": "docs/ema-and-optimisers.md",
+    "tune": "docs/sampling.md",
+    "export": "docs/export.md",
+    "runs": "docs/guide.md",
+    "serve": "docs/serve.md",
+    "doctor": "docs/fix-it.md",
+    "plan": "docs/guide.md",
+    "find-lr": "docs/guide.md",
+    "slurm": "docs/distributed.md",
+}
+"""Command -> page of the documentation that its help names."""
 _COLUMN = 24
 _WIDEST = 100
 
@@ -51,6 +69,8 @@ def format_help(command: str, kind: type, default: Any, *, every: bool = False) 
             lines += _two_columns(_spell(each, each.flags[:1]), text)
         more = f"--help-all lists {len(flags) - len(shown)} more; `unfog explain SETTING` says more about each"
         lines += ["", more + "."]
+    if command in PAGES:
+        lines += [*[""] * every, f"Its page: {manual(PAGES[command])}"]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from functools import cache
@@ -257,7 +258,8 @@ def _about_unknown(spelled: str, flags: Mapping[str, _Flag], prog: str, others: 
         meant = meant or sorted(same, key=len)[:1]
     owners = [command for command, kind in others.items() if named in flags_of(kind)]
     # In another trainer the word may name something that no flag of any command has the name of.
-    if not (meant or owners) and "--lr" in flags and (advice := advice_on(spelled)) is not None:
+    advice = None if meant or owners else advice_on(spelled)
+    if advice is not None and _is_for(advice.text, prog, flags):
         return "", advice.text
     meant = meant or [flag for flag in flags if flag.startswith(f"{named}.") and ".no-" not in flag]
     meant = meant or [flag for flag in flags if last and flag.rpartition(".")[2] == last]
@@ -268,4 +270,11 @@ def _about_unknown(spelled: str, flags: Mapping[str, _Flag], prog: str, others: 
     if theirs and not meant:
         return theirs, "give each setting to change as a flag" if (prog, named) == ("unfog resume", "--config") else ""
     # Last of all, as a name that is spelled alike may be of another thing.
-    return theirs, f"did you mean {' or '.join(meant[:4])}?" if meant else f"see {prog} --help"
+    meant = [name[1:] if len(name) == len("--n") else name for name in meant[:4]]  # as pages and --help write -n
+    return theirs, f"did you mean {' or '.join(meant)}?" if meant else f"see {prog} --help"
+
+
+def _is_for(advice: str, prog: str, flags: Mapping[str, _Flag]) -> bool:
+    """Return whether an advice is for a command: it is named, has all flags that are named, or trains."""
+    named = re.findall(r"--[a-z][\w.-]*\w", advice)
+    return "--lr" in flags or f"{prog} " in advice or (bool(named) and all(name in flags for name in named))

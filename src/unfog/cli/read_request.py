@@ -80,6 +80,8 @@ def read_request(command: str, words: Sequence[str]) -> Any:
     kind = REQUESTS[command]
     if "settings" in {f.name for f in fields(kind)}:
         return _training_request(command, words)
+    if command == "explain" and not any(word in (*HELP_FLAGS, "--") for word in words):
+        words = ["--", *words]  # it has no flags, so that --num-epochs is the word to explain
     args = _parse(command, words)
     request = update(kind(**args.named), args.table, "")
     if isinstance(request, EvaluateRequest) and request.is_of_images:

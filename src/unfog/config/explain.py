@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from unfog.config.advice import ADVICE, Advice, advice_on, advice_within, parts_of
+from unfog.config.advice import Advice, advice_on, advice_within, all_advice, parts_of
 from unfog.config.aliases import USUAL, current_name
 from unfog.config.describe import Description, describe, field_texts, format_value
 from unfog.config.presets import PRESETS
@@ -23,6 +23,7 @@ from unfog.text import manual
 _WIDTH = 100
 _INDENT = 14
 _LONGEST = 40  # characters that are compared with known words, as the time is their square
+_SAME_WORD = 0.85  # likeness from which a word is a misspelled one: a letter of seven
 _ON_RESUME = {
     "free": "can change",
     "force": "can change with --force, which makes it another run",
@@ -49,6 +50,8 @@ def explain(name: str) -> str:
     blocks = blocks or _blocks_within(name, settings)
     if not blocks:
         close = _near_words(name, settings)
+        if close and difflib.SequenceMatcher(None, close[0], _spelled(name)).ratio() >= _SAME_WORD:
+            return f"{quote(name)} is read as {close[0]}\n\n{explain(close[0])}"
         hint = f"did you mean {' or '.join(close)}?" if close else "`unfog explain` lists the sections"
         raise RequestError(f"{quote(name)} is not a setting or a known word; {hint}")
     return "\n".join(blocks)
@@ -57,15 +60,19 @@ def explain(name: str) -> str:
 def words_for(setting: str) -> list[str]:
     """Return the words by which people look for a setting: its names in other trainers, and those of its advice."""
     words = [word for word, meant in USUAL.items() if meant == setting]
-    words += [word for word, advice in ADVICE.items() if setting in advice.settings]
+    words += [word for word, advice in all_advice().items() if setting in advice.settings]
     return [word.replace("_", " ") for word in words]
 
 
 def _near_words(name: str, settings: Sequence[Description]) -> list[str]:
     """Return at most three words that are spelled like this one and can be explained, nearest first."""
-    known = {word for each in settings for word in (*each.flags, each.path[0], *each.choices)} | {*ADVICE, *USUAL}
-    spelled = re.sub(r"[_ ]", "-", name.lstrip("-").lower())[:_LONGEST]
-    return difflib.get_close_matches(spelled, {word.replace("_", "-") for word in known}, n=3, cutoff=0.7)
+    known = {word for each in settings for word in (*each.flags, each.path[0], *each.choices)} | {*all_advice(), *USUAL}
+    words = {word.replace("_", "-") for word in known}
+    return difflib.get_close_matches(_spelled(name), words, n=3, cutoff=0.7)
+
+
+def _spelled(name: str) -> str:
+    return re.sub(r"[_ ]", "-", name.lstrip("-").lower())[:_LONGEST]
 
 
 def _blocks(name: str, settings: Sequence[Description]) -> list[str]:

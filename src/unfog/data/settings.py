@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ TRAINING_ONLY = (
     *(
         "map",
         "map_values",
+        "map_range",
         "unknown_share",
         "unknown_mask",
         "flip",
@@ -118,6 +120,8 @@ class Data:
     """Map from stored values to the network's, for all channels or each: linear, minmax, percentile, standard, …"""
     map_values: tuple[float, ...] = setting((), affects="objective", resume="fixed", added_later=True, hidden=True)
     """Knee, middle and half of the fitted map of each channel, as found in the training images."""
+    map_range: tuple[float, ...] = setting((), affects="nothing", resume="fixed", added_later=True, hidden=True)
+    """Least and largest value of each channel in the images that the map was fitted to."""
     unknown: str = setting(NONE, affects="objective", resume="fixed", added_later=True, see="docs/arrays.md")
     """What stands for pixels that are not known: nan, or a number such as -9999. They are left out of the loss."""
     unknown_share: float = setting(0.0, affects="nothing", resume="fixed", added_later=True, hidden=True)
@@ -198,6 +202,9 @@ class Data:
             )
         if len(self.map_values) % 3:
             raise RequestError(f"map_values has {len(self.map_values)} numbers, and each channel has three; omit it")
+        ends = zip(self.map_range[::2], self.map_range[1::2])
+        if len(self.map_range) % 2 or not all(low <= high < math.inf for low, high in ends):
+            raise RequestError("map_range is not a least and a largest value of each channel; omit it")
         if not is_auto(self, "map"):
             parse_maps(self.map)
             if self.dtype == "uint8":
@@ -307,6 +314,17 @@ class Data:
         if self.map in (AUTO, "linear") and (self.range or not STORED[self.dtype].floating):
             return ""
         return "standard" if self.map == AUTO else self.map
+
+    @property
+    def range_in_training(self) -> tuple[tuple[float, float], ...]:
+        """Least and largest value of each channel of the training images; () if they are not known.
+
+        Without a fitted map, `range` bounds values of floating point, as other images are left out or cut.
+        """
+        found = tuple(zip(self.map_range[::2], self.map_range[1::2]))
+        if not found and self.range and not self.fitted_map and self.dtype.startswith("float"):
+            found = ((self.range[0], self.range[1]),) * self.channels
+        return found if len(found) == self.channels else ()
 
     @property
     def wrapped(self) -> str:

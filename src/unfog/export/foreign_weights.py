@@ -43,6 +43,7 @@ _DIFFUSERS = ("UNet2DModel", "DiTTransformer2DModel")  # networks that can be co
 _CONFIG, _WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".json")
 _LARGEST_JSON = 2**20
+OWN_PIPELINE = "UnfogPipeline"  # of exports whose objective no pipeline of diffusers has
 
 
 class ForeignModel(NamedTuple):
@@ -380,6 +381,12 @@ class DiffusersFolder(NamedTuple):
         places = (folder / "scheduler", folder.parent / "scheduler", folder)
         settings = next((path for place in places if (path := place / "scheduler_config.json").is_file()), None)
         return cls(kind, config, weights, _read_json(settings) if settings else None, folder)
+
+    @property
+    def has_own_pipeline(self) -> bool:
+        """Return whether the pipeline is Unfog's own: its scheduler does not state what the network predicts."""
+        index = self.pipeline / "model_index.json"
+        return index.is_file() and OWN_PIPELINE in str(_read_json(index).get("_class_name"))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

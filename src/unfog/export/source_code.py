@@ -263,6 +263,9 @@ def usage(kind: str, name: str, model: Mapping[str, Any], custom: bool, format: 
     """
     place = repr(name or "FOLDER").replace("'", '"')
     classes = len(model["classes"])
+    if kind == "run":
+        got = f"hf download {name} --local-dir FOLDER\n" if name else ""
+        return f"```sh\n{got}unfog sample FOLDER -n 16\nunfog train SOURCE --init FOLDER\n```"
     if kind == "diffusers":
         # Diffusers runs code from a repository only if the caller says so, and a card must not hide that.
         trust = ", trust_remote_code=True" if custom else ""

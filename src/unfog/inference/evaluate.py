@@ -28,10 +28,10 @@ from unfog.config.requests.evaluate import (
     EvaluationRequest,
 )
 from unfog.config.schema import Config
-from unfog.data.bit_depth import FULL_RANGE
+from unfog.data.bit_depth import FULL_RANGE, UNKNOWN_REMEDY
 from unfog.data.buckets.joined_set import join_sets
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
-from unfog.data.scan import common_size
+from unfog.data.scan import NoUsableImageError, common_size
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError, RunError
@@ -453,8 +453,7 @@ def _load_values(
     if kinds[0] != kinds[1]:
         raise RequestError(
             f"{sanitize(images)} has images of {describe_channels(kinds[0])}, and {sanitize(reference)} of "
-            f"{describe_channels(kinds[1])}; only images of the same channels compare (of a folder of `unfog sample`, "
-            "copy the .npy files to a folder of their own)"
+            f"{describe_channels(kinds[1])}; only images of the same channels compare"
         )
     check_enough(len(sets[1]), "the reference")
     return sets[0], sets[1]
@@ -471,10 +470,19 @@ def _shared_range(samples: Dataset, real: Dataset) -> tuple[float, ...]:
 
 
 def _load(source: str, data: Data, stop: StopSignals) -> Dataset:
-    """Load all images of a source, without classes."""
+    """Load all images of a source, without classes. RequestError if each has unknown values."""
     base, data = Config(source=source), replace(data, held_out=0.0, labels="none")
     # A batch of one, as there is no training that could want more images than there are.
-    dataset, _ = load_images(replace(base, data=data, training=replace(base.training, batch=1)), stop)
+    try:
+        dataset, _ = load_images(replace(base, data=data, training=replace(base.training, batch=1)), stop)
+    except NoUsableImageError as error:
+        if UNKNOWN_REMEDY not in str(error):
+            raise
+        raise RequestError(
+            f"all images of {sanitize(source)} have NaN, which only a run explains; give it: unfog evaluate RUN"
+        ) from None
+    if any(UNKNOWN_REMEDY in file.reason for file in dataset.report.skipped):
+        say("  images with NaN are left out; `unfog evaluate RUN` compares the known values of samples of a run")
     return dataset
 
 

@@ -92,6 +92,7 @@ class Evaluation:
     drawn: Mapping[str, Any]
     """Settings of the samples: sampler, steps, seed, guidance, weights, reference."""
     measured: Sequence[MetricResult]
+    """Each metric with its value, interval and standard error."""
     copies: Sequence[Mapping[str, Any]] = ()
     """Searches for copies of training images: by, severity, evidence, remedy, facts, picture (a file name)."""
     verdict: str = ""
@@ -109,7 +110,9 @@ class Evaluation:
     truth: Sequence[ImageAgreement] = ()
     """How draws from conditions that are images agree with the held-out images."""
     seconds: float = 0.0
+    """Time that the evaluation took."""
     asked: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the request."""
 
     def __getitem__(self, metric: str) -> MetricResult:
         """Return the metric of this name. KeyError if it is unknown."""

@@ -40,6 +40,7 @@ from unfog.inference.exports.description import describe_denoiser, describe_mode
 from unfog.inference.exports.diffusers import draw_samples, plain_weights, save_weights, write_pipeline
 from unfog.inference.exports.hub import Repository
 from unfog.inference.exports.model_card import GRID, CardSettings, model_card
+from unfog.inference.exports.small_run import write_small_run
 from unfog.inference.loaded_run import LoadedRun
 from unfog.models.autoencoder_settings import CONFIG, OURS
 from unfog.models.network_settings import CustomNetwork
@@ -137,7 +138,7 @@ def _write_code(job: _Export, kind: str) -> None:
     modules = reading_modules(job.run.config) if job.run.config.columns else ()
     for name, content in code_files(kind, modules).items():
         write_atomic(job.folder / name, content, job.folder)
-    if kind == "diffusers":
+    if kind in ("diffusers", "run"):
         return
     # Written a moment ago, by this process, from this package.
     code = run_path(str(job.folder / ("denoiser.py" if kind == "denoiser" else "values.py")))
@@ -200,7 +201,7 @@ def _check(run: LoadedRun, sampler: Sampler, kind: str) -> None:
             "--format denoiser is of pixels, and this run generates latents, in which a measurement of pixels is not "
             "linear; give --format safetensors"
         )
-    if isinstance(run.config.network, CustomNetwork) and kind in ("safetensors", "diffusers", "denoiser"):
+    if isinstance(run.config.network, CustomNetwork) and kind in ("safetensors", "diffusers", "denoiser", "run"):
         raise RequestError(
             f"the network of this run is {run.config.network.path}, whose code is not ours to copy; "
             "--format onnx or pt2 exports its graph"
@@ -222,6 +223,12 @@ def _write_safetensors(job: _Export) -> float:
     rebuilt = run_path(str(job.folder / SOURCE))["build"](job.description)
     rebuilt.load_state_dict(load_file(tensor_file(job.folder / _WEIGHTS, job.folder)))
     return _relative_difference(job.called, rebuilt.eval(), _example_inputs(job.description))
+
+
+def _write_run(job: _Export) -> float:
+    loaded = write_small_run(job.run, job.network, job.sampler, job.folder)
+    others = with_named_inputs(job.run.config, loaded)
+    return _relative_difference(job.called, others, _example_inputs(job.description))
 
 
 def _write_denoiser(job: _Export) -> float:
@@ -312,4 +319,5 @@ _WRITERS: dict[str, Callable[[_Export], float]] = {
     "onnx": lambda job: _write_graphs(job, ".onnx"),
     "pt2": lambda job: _write_graphs(job, ".pt2"),
     "denoiser": _write_denoiser,
+    "run": _write_run,
 }

@@ -87,6 +87,8 @@ class LoadedRun:
             raise RequestError(f"ema = {ema:g} needs weights = 'ema', and weights = 'raw' was given; give one of them")
         which: int | Literal["best"] | None = "best" if best else step if self.ema is None else None
         self.checkpoint = checkpoint.find_checkpoint(self.folder.checkpoints, which, warn)
+        if self.checkpoint.is_weights_only and weights == "raw":
+            raise RequestError(f"{self.folder.path} is an export, which holds EMA weights alone; omit weights = 'raw'")
         # At once, because a run that is still training may delete this checkpoint later.
         self.network, self.step = self.load_network(self.checkpoint, self.checkpoint.step if best else step)
 
@@ -114,7 +116,7 @@ class LoadedRun:
         `step` is of the EMA where a width is given, which needs no checkpoint; None is the last snapshot.
         """
         loaded = saved.step
-        with building_for(saved.folder / "model.safetensors", self.path):
+        with building_for(saved.folder / checkpoint.EMA, self.path):
             network = build_network(self.config)
         if self.ema is not None:
             loaded = load_ema_weights(network, self.folder, self.ema, step).step

@@ -137,9 +137,9 @@ class PreparedSampling(NamedTuple):
 class Run(LoadedRun):
     """A loaded run that generates samples and evaluates itself; the arguments are those of `LoadedRun`."""
 
-    calls = 0
+    calls: int = 0
     """Network calls that the last `sample` made for one image, those of guidance and of a guide included."""
-    export_difference = 0.0
+    export_difference: float = 0.0
     """Largest difference of the last `export` from this run, over the largest output."""
     sampled: tuple[str, ...] = ()
     """How the last `sample` generated its images: run, step, weights, sampler, guidance, seed; for captions."""

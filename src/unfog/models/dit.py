@@ -187,9 +187,9 @@ class DiTModel(ConditionalNetwork):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        for part in self.time_embedding:
-            if isinstance(part, nn.Linear):
-                nn.init.normal_(part.weight, std=0.02)
+        for layer in self.time_embedding:
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=0.02)
         modulations = [block.modulation for block in self.blocks if isinstance(block, _Block)]
         texts = [block.text.out for block in self.blocks if isinstance(block, _Block) and block.text is not None]
         for part in (self.modulation, self.modulation_out, self.patch_out, *modulations, *texts):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -20,11 +20,14 @@ from unfog.data.bit_depth import DeepImage, Ranges
 from unfog.data.buckets.sizes import nearest_bucket
 from unfog.data.columns.second_source import numbers_of_labels, read_mask, transparent_pixels
 from unfog.data.decode import decode, parse_colour, upright_sides
+from unfog.data.file_rows import map_array
 from unfog.data.prepare import silence_pillow
+from unfog.data.sources.arrays import ArraySource
 from unfog.data.sources.base import ImageError, Source
 from unfog.data.sources.image_files import SUFFIXES, open_image
 from unfog.data.sources.registry import PYTHON, open_source
 from unfog.errors import RequestError
+from unfog.files.safe_files import regular_file
 from unfog.settings import is_auto
 from unfog.text import sanitize
 from unfog.values.condition_kinds import ColumnFacts
@@ -156,13 +159,29 @@ def _of_text(name: str, text: str, most: int) -> Iterator[_Given]:
         yield _Given(path.stem, partial(open_image, path))
     elif text.startswith(PYTHON):
         raise RequestError(f"given {name!r}: a source in Python is not read here; give files or an array")
+    elif path.is_file() and (plane := _plane(path)) is not None:
+        yield _Given(path.stem, partial(np.array, plane))
     else:
         try:
             source = open_source(str(path) if path.exists() else text)
         except RequestError as error:
             raise RequestError(f"given {name!r}: {error}") from None
-        for i in range(min(most, len(source.names))):
-            yield _Given(Path(source.names[i]).stem, partial(_read, source, i))
+        count, of_array = len(source.names), isinstance(source, ArraySource)
+        for i in range(min(most, count)):
+            # The images of an array have numbers in place of names.
+            own = f"{path.stem}-{i}" if count > 1 else path.stem
+            yield _Given(own if of_array else Path(source.names[i]).stem, partial(_read, source, i))
+
+
+def _plane(path: Path) -> NDArray[Any] | None:
+    """Return the image of a .npy file [H, W], mapped; None for all other files, which are sources."""
+    if path.suffix.lower() != ".npy":
+        return None
+    with suppress(OSError, ValueError):  # a source says what is wrong
+        values = map_array(regular_file(path, path.parent, follow=True))
+        if isinstance(values, np.ndarray) and values.ndim == 2 and values.size and values.dtype.kind in "buif":
+            return values
+    return None
 
 
 def _read(source: Source, i: int) -> _Found:

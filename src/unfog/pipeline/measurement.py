@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -20,18 +20,20 @@ from unfog.config.schema import Config
 from unfog.config.spec_strings import quote
 from unfog.custom import consent
 from unfog.data.file_rows import map_array
+from unfog.diffusion.losses.pixel_loss import SquaredError
 from unfog.diffusion.posterior import Observation
 from unfog.errors import RequestError
 from unfog.files.safe_files import read_file, regular_file
-from unfog.pipeline.generate import with_legend
+from unfog.pipeline.generate import samples_show_unknown, with_legend
 from unfog.pipeline.sample_folder import SampleFolder
 from unfog.reporting.image_grids import grid
-from unfog.reporting.progress import say
+from unfog.reporting.progress import plural, say, warn
 
 MeasureInput = str | PathLike[str] | Callable[[Tensor], Tensor]
 ObservedInput = str | PathLike[str] | NDArray[Any] | Tensor
 _LARGEST_CODE = 2**24  # bytes of a file of a measurement
 _LINEAR = 1e-3  # largest relative difference of a measurement that counts as linear
+_FAR = 0.1  # of the range of the training values: how far a draw may leave them, as good draws of a few images do
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,15 +85,23 @@ def build_measurement(
                 raise RequestError(f"{name} needs {other}: give both --measure FILE.py and --observed FILE.npy")
         raise RequestError("noise is that of a measurement; give measure and observed, or omit it")
     _check_measurable(config)
+    if config.diffusion.loss != SquaredError():
+        warn(
+            f"loss = {config.diffusion.loss.kind}: the network of this run did not learn the mean of the images given "
+            "a noisy one, which measure assumes; the draws differ from the posterior; train with --loss mse"
+        )
     function, name, code, own_noise = _read_measure(measure, run)
     y = _read_observed(observed)
     deviation = _read_noise(own_noise if noise is None else noise, y)
     scale = float(y.abs().max()) or 1.0
     flat, variance = _flat(y[None])[0].float(), (_real_noise(deviation, y) / scale).square()
-    units = config.image_format.values.to_units
+    units, unknown = config.image_format.values.to_units, _unknown_in_samples(config, device)
+    if unknown is not None:
+        _check_known_alone(lambda x0: _measured(function, units(x0), y), unknown)
 
     def scaled(x0: Tensor) -> Tensor:
-        return _measured(function, units(x0), y) / scale
+        # What stands at unknown values, such as NaN in a sample, does not reach the measurement.
+        return _measured(function, units(x0 if unknown is None else x0.masked_fill(unknown, 0.0)), y) / scale
 
     trial = Observation(scaled, (flat / scale).to(device), variance.to(device))
     affine = _try(trial, config.input_shape, device)
@@ -100,15 +110,37 @@ def build_measurement(
 
 
 def _check_measurable(config: Config) -> None:
-    """Raise RequestError unless the samples of the run are complete images, which can be measured."""
+    """Raise RequestError unless the run generates pixels, which can be measured."""
     if config.representation.scaling():
         raise RequestError(
             "this run generates latents, in which a measurement of images is not linear; measure takes runs on pixels"
         )
-    if config.data.unknown_mask:
+
+
+def _unknown_in_samples(config: Config, device: torch.device) -> Tensor | None:
+    """Return which values [C, H, W] are unknown in all images of a run, and so in samples; None if all are known."""
+    known = config.data.known_in_samples()
+    return None if known is None else torch.from_numpy(~known).to(device)
+
+
+def _check_known_alone(measure: Callable[[Tensor], Tensor], unknown: Tensor) -> None:
+    """Raise RequestError if a measurement [B, M] of images [B, C, H, W] depends on values that no image has.
+
+    Two images are measured with four fillings of these values, of either sign and up to thrice the range of images. No
+    bit of what is measured may change.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, *unknown.shape)
+    x0, filling = (torch.randn(shape, generator=generator).to(unknown.device) / 2 for _ in range(2))
+    fillings = (filling, -filling, torch.full_like(x0, -3.0), torch.full_like(x0, 3.0))
+    with torch.no_grad():
+        first, *others = (measure(torch.where(unknown, each, x0)) for each in fillings)
+    share = float(torch.stack([other != first for other in others]).any(0).float().mean())
+    if share:
         raise RequestError(
-            "pixels are unknown in all images of this run, and a measurement would use their values; measure takes "
-            "runs whose samples are complete"
+            f"{float(unknown.float().mean()):.0%} of the values of an image are unknown in all images of this run, and "
+            f"{share:.0%} of what measure returns depends on them; leave these out of measure and of observed, or let "
+            "measure set them to a constant first; or store a number in their place and train again"
         )
 
 
@@ -252,27 +284,63 @@ def moments(draws: Iterator[NDArray[Any]]) -> tuple[NDArray[np.float32], NDArray
 def write_posterior(folder: SampleFolder, config: Config, measurement: Measurement) -> None:
     """Write mean and deviation of the draws in a folder, in the units of the source, and say how they fit y."""
     format, device = config.image_format, measurement.observation.observed.device
-    errors = []
+    errors, beyond = [], list[float]()
     for i in range(folder.count):
-        draw = torch.from_numpy(folder.values(i).transpose(2, 0, 1)[None].copy()).to(device)
-        errors.append(measurement.error(format.to_model(draw)))
+        x0 = format.to_model(torch.from_numpy(folder.values(i).transpose(2, 0, 1)[None].copy()).to(device))
+        errors.append(measurement.error(x0))
+        beyond.append(max(_beyond_training(config, x0[0]), default=0.0))
     say(
         f"  draws differ from {measurement.name} by {np.sqrt(np.mean(np.square(errors))):.4g} (root mean square); "
         f"noise is {measurement.noise:.4g}"
     )
+    if max(beyond) > _FAR:
+        _warn_of_values(folder, config, beyond)
     if folder.count < 2:
         return
     mean, deviation = moments(folder.values(i) for i in range(folder.count))
+    unknown = _unknown_in_samples(config, torch.device("cpu"))
+    if unknown is not None:  # a number that stands for unknown values has no deviation
+        deviation[unknown.numpy().transpose(1, 2, 0)] = np.nan
     x0 = format.to_model(format.values.rounded(torch.from_numpy(mean.transpose(2, 0, 1)[None])))
-    # No pixel is unknown, as a run whose samples have such pixels has no measurement.
-    folder.save("mean", mean, with_legend(grid(config.view(format.to_pictures(x0))), config, False))
+    hides = samples_show_unknown(config)
+    folder.save("mean", mean, with_legend(grid(config.view(format.to_pictures(x0))), config, hides))
     # The lowest colour is a deviation of 0, and the highest the largest of each channel.
-    largest = deviation.max((0, 1)).clip(np.finfo(np.float32).tiny)
+    largest = np.fmax.reduce(deviation, (0, 1)).clip(np.finfo(np.float32).tiny)
     scaled = torch.from_numpy((2 * deviation / largest - 1).transpose(2, 0, 1)[None])
     shown = grid(config.view(format.to_pictures(scaled)))
-    shown = with_legend(shown, config, False, lambda channel, x: float(largest[channel] * (x + 1) / 2))
+    shown = with_legend(shown, config, hides, lambda channel, x: float(largest[channel] * (x + 1) / 2))
     folder.save("deviation", deviation, shown)
     say(
         f"  mean.npy and deviation.npy are of {folder.count:,} draws; the largest deviation is "
         + ", ".join(f"{one:.4g}" for one in largest)
+    )
+
+
+def _beyond_training(config: Config, x0: Tensor) -> list[float]:
+    """Return how far each channel of an image [C, H, W] leaves the training values, in their range; [] if not known.
+
+    It is counted after the curve of the value map, so that a logarithm counts factors.
+    """
+    ends = config.data.range_in_training
+    if not ends:
+        return []
+    low, high = config.image_format.to_model(torch.tensor(ends, device=x0.device).T[..., None, None])
+    # A channel that is the same everywhere is measured by the whole range of the map.
+    beyond = torch.maximum(low - x0, x0 - high) / torch.where(high > low, high - low, 2.0)
+    found: list[float] = beyond.nan_to_num(0.0).clamp_min(0.0).amax((1, 2)).tolist()
+    return found
+
+
+def _warn_of_values(folder: SampleFolder, config: Config, beyond: Sequence[float]) -> None:
+    """Warn of draws that leave the training values by these shares of their range."""
+    number = int(np.argmax(beyond))
+    draw = folder.values(number)
+    x0 = config.image_format.to_model(torch.from_numpy(draw.transpose(2, 0, 1)[None].copy()))[0]
+    channel = int(np.argmax(_beyond_training(config, x0)))
+    values = draw[..., channel][~x0[channel].isnan().numpy()]
+    low, high = config.data.range_in_training[channel]
+    warn(
+        f"{plural(sum(one > _FAR for one in beyond), 'draw')} of {folder.count} left the training values, draw "
+        f"{number} by most: it has {values.min():.4g} to {values.max():.4g} in channel {channel}, and they have "
+        f"{low:.4g} to {high:.4g}; take more steps, or train longer"
     )

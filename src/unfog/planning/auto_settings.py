@@ -369,8 +369,9 @@ class AutoSettings:
 
     @property
     def doubt_of_pace(self) -> str:
-        """Why the time of a step is not to be trusted; "" if it is, or if it is predicted."""
-        return "" if self.machine.data_sheet is not None else self.measured_step.doubt
+        """The reason not to trust the measured time of a step; "" without one, or if no step was measured."""
+        measured: StepTime | None = vars(self).get("measured_step")  # where it is kept, once it was measured
+        return "" if measured is None else measured.doubt
 
     def predicted_step_time(self, device: Device) -> TimeRange:
         """Return the seconds of a step by the data sheet of a device."""

@@ -71,7 +71,7 @@ class Plan:
     quota: str = ""
     """What a CPU quota leaves of the cores; "" without one."""
     doubt: str = ""
-    """Why the measured times are not to be trusted; "" if they are, or if none was measured."""
+    """The reason not to trust the measured times; "" without one, or if none was measured."""
 
     def __repr__(self) -> str:
         return f"<{self.lines()[0]}>"
@@ -191,7 +191,7 @@ def plan(request: PlanRequest) -> Plan:
         findings=(*fatal, *findings, *_time_findings(times["in all"])),
         compiling=_describe_compiling(auto),
         quota="" if target else describe_quota(),
-        doubt=auto.doubt_of_pace if auto.machine.timed else "",
+        doubt=auto.doubt_of_pace,
     )
 
 

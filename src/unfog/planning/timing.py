@@ -244,7 +244,7 @@ class StepTime(NamedTuple):
 
     @property
     def doubt(self) -> str:
-        """Why the pace is not to be trusted: other processes kept the cores busy; "" if they did not."""
+        """The reason not to trust the pace: other processes kept the cores busy; "" if they did not."""
         if self.cores is None or self.cores >= _BUSY:
             return ""
         return f"the machine is busy, and the steps had {self.cores:.0%} of a core: do not trust this pace"

@@ -66,6 +66,7 @@ class Finding:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Numbers of the evidence, as plain values for JSON."""
     figures: tuple[Figure, ...] = ()
+    """Charts and images that show the evidence, for the HTML page."""
 
     @classmethod
     def graded(

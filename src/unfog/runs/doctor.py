@@ -32,7 +32,7 @@ from unfog.reporting.findings import Figure, Finding, print_findings, write_find
 from unfog.reporting.progress import Progress, format_duration, say
 from unfog.runs.dry_run_checks import Trial, check_dry_run
 from unfog.runs.evaluation_hook import resolve_metrics
-from unfog.text import sanitize
+from unfog.text import manual, sanitize
 
 
 @caller_flags_kept()
@@ -54,9 +54,16 @@ def doctor(request: DoctorRequest) -> tuple[Path, list[Finding]]:
             findings = check_run(run, config.training.device, samples=0 if request.quick else 64)
         else:
             findings = _check_source(config, stop, request.quick)
-    print_findings(findings)
+    _show(findings)
     title = f"Checks of {place}" if is_run else f"Checks before training on {sanitize(place)}"
     return write_findings(page, title, findings), findings
+
+
+def _show(findings: list[Finding], fine: bool = False) -> None:
+    """Print the findings, and the page that helps with them if one is not fine."""
+    print_findings(findings, fine)
+    if any(finding.severity != "fine" for finding in findings):
+        say(f"  causes and remedies: {manual('docs/fix-it.md')}")
 
 
 def _check_gpu(request: DoctorRequest) -> tuple[Path, list[Finding]]:
@@ -64,7 +71,7 @@ def _check_gpu(request: DoctorRequest) -> tuple[Path, list[Finding]]:
     check_out(page, "", "the folder of the findings")
     with StopSignals(saves=False) as stop:
         findings = check_gpu(request.settings, stop)
-    print_findings(findings, fine=True)  # what a person asks for, even where all is well
+    _show(findings, fine=True)  # what a person asks for, even where all is well
     return write_findings(page, "Checks of the GPU", findings), findings
 
 

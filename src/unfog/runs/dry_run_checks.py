@@ -281,7 +281,7 @@ class _DryRun:
 
 
 def _sizes(config: Config) -> dict[str, int]:
-    """Return what a dry run may be shortened in."""
+    """Return the parts of a dry run that may be shortened."""
     return {
         "batch": config.training.batch,
         "preview": config.preview.images,

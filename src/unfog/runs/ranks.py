@@ -23,6 +23,7 @@ from unfog.process.device import choose_device
 from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
+from unfog.reporting.progress import say
 from unfog.training.distributed.process_group import local_device
 from unfog.training.distributed.world import SINGLE_PROCESS, World, init_world
 from unfog.training.hooks import TrainingHooks
@@ -117,3 +118,9 @@ def broadcast_config(
         return
     trusted = consent.given_paths()
     world.broadcast_object({"config": to_toml(config), "trusted": trusted, "lost": lost, "checkpoints": place})
+
+
+def say_what_resume_promises(config: Config, device: torch.device) -> None:
+    """Print a note if the resume is not bit-exact."""
+    if config.training.deterministic == "off" and device.type == "cuda":
+        say("  deterministic = off: a resume continues the same state, but is not bit-identical to a run without it")

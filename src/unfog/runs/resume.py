@@ -157,6 +157,11 @@ def find_resume_point(folder: RunFolder, stored: Config) -> _ResumePoint:
     make_folder(folder.checkpoints, folder.path)  # a start that was killed may not have come so far
     rotation.restore_replaced(folder.checkpoints)
     saved, broken = checkpoint.newest(folder.checkpoints)
+    if saved is not None and saved.is_weights_only:
+        raise RequestError(
+            f"{folder.path} is an export, which holds no state of training to resume from; begin a run with its "
+            f"weights: unfog train SOURCE --init {folder.path}"
+        )
     if saved is None and any(finite_number(row.get("step")) > 0 for row in read_metrics(folder.metrics)):
         raise RunError(
             f"{folder.metrics} has steps, but {folder.checkpoints} has no checkpoint to resume from; restore "

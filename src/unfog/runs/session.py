@@ -40,7 +40,7 @@ from unfog.reporting.records import LENGTH_EVENT, PAUSE_EVENT, read_events
 from unfog.reporting.report import write_report
 from unfog.runs.evaluation_hook import EvaluationHook
 from unfog.runs.previews import Previews
-from unfog.runs.ranks import RunContext, StoppableHooks, watch_outages
+from unfog.runs.ranks import RunContext, StoppableHooks, say_what_resume_promises, watch_outages
 from unfog.runs.saver import Saver
 from unfog.runs.time_budget import PlanNotices, TimeBudget, resume_length
 from unfog.text import without_secrets
@@ -61,12 +61,6 @@ def _say_that_threads_spin() -> None:
         "  torch was imported before unfog, so its idle threads spin, and other programs slow this one down; "
         "import unfog first, or start Python with OMP_WAIT_POLICY=PASSIVE"
     )
-
-
-def say_what_resume_promises(config: Config, device: torch.device) -> None:
-    """Print a note if the resume is not bit-exact."""
-    if config.training.deterministic == "off" and device.type == "cuda":
-        say("  deterministic = off: a resume continues the same state, but is not bit-identical to a run without it")
 
 
 def last_logged_step(step: int, due: Sequence[str]) -> int:

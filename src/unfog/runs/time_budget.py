@@ -25,7 +25,7 @@ _NOTABLE, _NOTABLE_SHARE = 2.0, 0.002  # seconds, and share of the budget, from 
 _LONG_START, _SAID_START = 0.75, 0.1  # share of the budget from which on the time of the start is warned of, or said
 _AIM, _MOST = 0.08, 0.1  # share of previews, evaluation and checkpoints; the end may take what is between the two
 _LEISURE = 0.7  # of the aim: only below it they come more often again, or it would go up and down
-_SETTLED = 0.25  # share of the budget from which on a plan tells how long the run will be
+_SETTLED = 0.25  # share of the budget from which on a plan says how long the run will be
 _NOTABLE_CHANGE, _APART = 1 / 3, 30.0  # change of the length that is printed, and seconds between such lines
 STRETCHES = tuple(2**k for k in range(11))
 _FINAL_PREVIEWS = 1.5  # the last image shows one sample at every step, for about half of the time of a preview
@@ -264,7 +264,7 @@ class TimeBudget:
 
 
 class PlanNotices:
-    """What is printed of plans: notable changes alone, and not often, as the first paces are rough.
+    """Notices of plans: notable changes alone, and not often, as the first paces are rough.
 
     Attributes:
         clock: returns the time in seconds.

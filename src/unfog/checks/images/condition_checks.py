@@ -103,14 +103,14 @@ def _category_counts(column: Column) -> list[tuple[str, int]]:
     return list(zip(column.categories, counts.tolist()))
 
 
-def _images_with(masks: NDArray[np.integer], labels: int) -> NDArray[np.int64]:
-    """Return the number of masks [N, 1, H, W] that have each label, [labels]."""
-    counts = np.zeros(labels, np.int64)
+def _images_with(masks: NDArray[np.integer], categories: int) -> NDArray[np.int64]:
+    """Return the number of masks [N, 1, H, W] that have each of so many categories."""
+    counts = np.zeros(categories, np.int64)
     for first in range(0, len(masks), _AT_ONCE):
         part = masks[first : first + _AT_ONCE].reshape(-1, math.prod(masks.shape[1:]))
-        present = np.zeros((len(part), labels + 1), bool)
+        present = np.zeros((len(part), categories + 1), bool)
         present[np.arange(len(part))[:, None], part] = True  # the last is of -1, which is not known
-        counts += present[:, :labels].sum(0)
+        counts += present[:, :categories].sum(0)
     return counts
 
 

@@ -21,7 +21,7 @@ from unfog.checks.run.cost_checks import check_costs
 from unfog.checks.run.loss_checks import LossImages, check_ema, check_overfitting, loss_images, measure_losses
 from unfog.checks.run.run_record import RunRecord
 from unfog.checks.run.sample_checks import SampleRemedies, check_samples, check_values
-from unfog.checks.run.trend_checks import check_trends
+from unfog.checks.run.trend_checks import check_trends, has_high_rate
 from unfog.checks.settings.learning_rate_checks import usual_learning_rate
 from unfog.config.schema import Config
 from unfog.config.toml import read_toml
@@ -84,10 +84,10 @@ def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> lis
     prepared = _load_run_images(config, skipped)
     findings: list[Finding] = []
     relative = pixelwise = None
-    if weights is not None and prepared is not None:
-        findings, relative, pixelwise = _check_weights(record, weights, prepared, samples, skipped)
-    memorized = any(f.code in ("run.memorised", "run.overfitting") and f.severity == "warning" for f in findings)
     usual_lr = _usual_learning_rate(folder, config)
+    if weights is not None and prepared is not None:
+        findings, relative, pixelwise = _check_weights(record, weights, prepared, samples, usual_lr, skipped)
+    memorized = any(f.code in ("run.memorised", "run.overfitting") and f.severity == "warning" for f in findings)
     findings = [
         *check_progress(record, usual_lr),
         *check_trends(record, usual_lr, relative, pixelwise, memorized),
@@ -153,7 +153,7 @@ def _usual_learning_rate(folder: RunFolder, config: Config) -> float | None:
 
 
 def _check_weights(
-    record: RunRecord, weights: _Weights, prepared: Dataset, samples: int, skipped: list[str]
+    record: RunRecord, weights: _Weights, prepared: Dataset, samples: int, usual_lr: float | None, skipped: list[str]
 ) -> tuple[list[Finding], float | None, float | None]:
     """Check losses, and so many samples. Returns the same as `_check_losses`; None if memory did not suffice."""
     findings: list[Finding] = []
@@ -165,10 +165,18 @@ def _check_weights(
             unready = "train longer first" if pixelwise is None or pixelwise > 0.9 else ""
             if weights.step < 0.2 * record.steps:
                 unready = "continue training; it is too early to tell"
-            findings += _check_samples(record, weights, prepared, samples, unready, skipped)
+            if high := has_high_rate(record, usual_lr, pixelwise):
+                unready = "lower the learning rate first"
+            found = _check_samples(record, weights, prepared, samples, unready, skipped)
+            findings += _without_hints(found) if high else found
     except torch.OutOfMemoryError:
         skipped.append(f"checks of the weights, as {weights.device} has too little memory free (try --device cpu)")
     return findings, relative, pixelwise
+
+
+def _without_hints(findings: list[Finding]) -> list[Finding]:
+    """Return findings whose hints are fine: they stay on the page, behind what has to be mended before them."""
+    return [replace(one, severity="fine") if one.severity == "hint" else one for one in findings]
 
 
 def _check_losses(

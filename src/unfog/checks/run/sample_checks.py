@@ -289,13 +289,13 @@ def _check_blank(
     empty, usual = float((drawn.contrast < _BLANK).mean()), float((data.contrast < _BLANK).mean())
     detail = (_weighted_mean(drawn.detail, drawn)[0] + _FAINT) / (_weighted_mean(data.detail, data)[0] + _FAINT)
     grave: Severity = "hint" if unready else "warning"
-    soon = unready or "train longer, or with another --lr"
-    noisy = soon + f"; if that does not help, {remedies.finer}" * bool(remedies.finer)
-    smooth = f"{soon}, or with a larger network; more sampling steps may help"
+    soon = "train longer, or with another --lr"
+    noisy = unready or soon + f"; if that does not help, {remedies.finer}" * bool(remedies.finer)
+    smooth = unready or f"{soon}, or with a larger network; more sampling steps may help"
     finding = partial(Finding, "run.blank_samples", facts={"blank": empty, "blank_in_data": usual, "detail": detail})
     if empty - usual > 0.2:
         evidence = f"{empty:.0%} of the generated images are blank ({usual:.0%} of the training images)"
-        return finding(grave, evidence, soon, figures=(figure,))
+        return finding(grave, evidence, unready or soon, figures=(figure,))
     evidence = f"generated images have {detail:.2f} times the fine detail of training images"
     if detail > _NOISY:
         return finding(grave, f"{evidence}: noise is left", noisy, figures=(figure,))

@@ -43,13 +43,22 @@ def check_trends(
     over that of the best prediction from each pixel alone. None stands for what is not known. `memorized`: more
     training would only memorize the images.
     """
+    longer_helps = not (memorized or has_high_rate(record, usual_lr, pixelwise))
     found = [
-        _check_loss(record, relative, pixelwise, memorized),
+        _check_loss(record, relative, pixelwise, longer_helps),
         _check_idle(record) or _check_learning_rate(record, usual_lr, pixelwise),
         _check_gradient(record),
         _check_stability(record, usual_lr),
     ]
     return [finding for finding in found if finding is not None]
+
+
+def has_high_rate(record: RunRecord, usual_lr: float | None, pixelwise: float | None) -> bool:
+    """Return True if run.lr_high is found: other remedies wait for a lower rate. Arguments as for `check_trends`."""
+    if _check_idle(record):
+        return False
+    found = _check_learning_rate(record, usual_lr, pixelwise)
+    return found is not None and found.code == "run.lr_high"
 
 
 class _Trend(NamedTuple):
@@ -85,7 +94,7 @@ def _loss_trend(record: RunRecord) -> _Trend | None:
 
 
 def _check_loss(
-    record: RunRecord, relative: float | None, of_pixelwise: float | None, memorized: bool = False
+    record: RunRecord, relative: float | None, of_pixelwise: float | None, longer_helps: bool = True
 ) -> Finding | None:
     """run.not_learning where simple predictions do as well; else run.loss: level, falling or rising."""
     _, values = record.column("loss")
@@ -110,7 +119,7 @@ def _check_loss(
         return finding("warning", evidence, record.stability_remedy(None))
     if trend.fall > max(_IMPROVES, 2 * trend.error):
         evidence = f"the loss still falls, by {trend.fall:.0%} with twice the images; it is {trend.last:.3g}{known}"
-        if record.step < record.steps or memorized:
+        if record.step < record.steps or not longer_helps:
             return finding("fine", evidence)
         return finding("hint", evidence, _train_longer(record, trend))
     return finding(
@@ -119,7 +128,7 @@ def _check_loss(
 
 
 def _compare_with_pixelwise(relative: float | None) -> str:
-    """Compare a loss with that of the best guess of each pixel from itself alone; "" where that is not known."""
+    """Compare a loss with that of the best guess of each pixel from itself alone; "" if that is not known."""
     if relative is None:
         return ""
     if round(relative, 2) >= 1:

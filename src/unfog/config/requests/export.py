@@ -13,7 +13,7 @@ from unfog.diffusion.sampler import Kind
 from unfog.errors import RequestError
 from unfog.settings import argument
 
-_ExportFormat = Literal["diffusers", "safetensors", "onnx", "pt2", "denoiser"]
+_ExportFormat = Literal["diffusers", "safetensors", "onnx", "pt2", "denoiser", "run"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ExportSettings:
 
     format: _ExportFormat = "safetensors"
     """diffusers: a pipeline folder; safetensors: weights, JSON and the network in plain torch; onnx, pt2: its graph;
-    denoiser: D(x, sigma) in plain torch, for solvers of inverse problems."""
+    denoiser: D(x, sigma) in plain torch, for solvers of inverse problems; run: weights and settings for Unfog."""
     sampler: Kind | None = None
     """Sampler whose noise levels are stored. Default: the run's."""
     steps: int | None = None
@@ -45,11 +45,12 @@ class ExportSettings:
 
 @dataclass(frozen=True)
 class ExportRequest(ExportSettings):
-    """Write the network of RUN into a new folder OUT, for programs that do not know Unfog.
+    """Write the network of RUN into a new folder OUT, for other programs or to hand on.
 
       unfog export runs/photos photos-diffusers --format diffusers
       unfog export runs/photos photos-onnx --format onnx --steps 10
       unfog export runs/photos photos-hub --format diffusers --push-to-hub me/photos
+      unfog export runs/photos photos-small --format run    then: unfog sample photos-small
 
     The folder is loaded again and compared with the run. Its README.md shows how to load it.
     """

@@ -41,7 +41,8 @@ def fit_values(dataset: Dataset) -> tuple[Dataset, list[str]]:
         lines.append(_unknown_line(settings, unknown, of))
     if to_fit:
         maps = value_maps.fit(settings.fitted_map, values)
-        settings = replace(settings, map=settings.fitted_map, map_values=value_maps.flat(maps))
+        ends = tuple(float(end(values[:, c])) for c in range(values.shape[1]) for end in (np.nanmin, np.nanmax))
+        settings = replace(settings, map=settings.fitted_map, map_values=value_maps.flat(maps), map_range=ends)
         lines.append(_line(settings, values, of))
     return replace(dataset, settings=settings), lines
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +23,15 @@ from unfog.text import sanitize
 from unfog.values.arrays.axes import channel_axis
 
 _LOOKED_AT = 16  # first images, whose shapes are read when the folder is opened
+_GRID = "grid.png"  # of all samples in a folder of them
+_SAMPLE = re.compile(r"\d{6}.*")
 _NAMES_LOOKED_AT = 1000  # files without a .npy file among them, after which a folder is not one of arrays
 
 
 class ArrayFolder(Source):
     """Images [H, W], [H, W, C] or [C, H, W], one in each .npy file of a folder without picture files.
+
+    A folder that `unfog sample` wrote has a picture beside each array, which shows some channels of it.
 
     RequestError if the axes of one of the first images leave open which of them are channels.
     """
@@ -55,13 +60,16 @@ class ArrayFolder(Source):
     def match(cls, location: SourceLocation) -> SourceLocation | None:
         if location.form != "folder":
             return None
-        names = list_only(location.resolved, ".npy")
+        names = list_only(location.resolved, ".npy") or _samples_with_views(location.resolved)
         below = not names and bool(_list_below(location.resolved, _NAMES_LOOKED_AT)[0])
         return replace(location, paths=tuple(names)) if names or below else None
 
     @classmethod
     def load(cls, location: SourceLocation, options: OpenOptions) -> ArrayFolder:
-        return cls(Path(location.resolved), location.name, list(location.paths), options.axes)
+        folder = Path(location.resolved)
+        of_samples = bool(location.paths) and (folder / _GRID).exists()
+        axes = "NHWC" if of_samples and options.axes == "auto" else options.axes
+        return cls(folder, location.name, list(location.paths), axes)
 
     def read(self, i: int) -> NDArray[Any]:
         values = self._open(i)
@@ -96,6 +104,20 @@ class ArrayFolder(Source):
             return tuple(self._open(i).shape)
         except Exception:  # NumPy raises almost anything on damaged files, which decoding reports
             return ()
+
+
+def _samples_with_views(folder: str) -> list[str]:
+    """Return the sorted names of the arrays in a folder that `unfog sample` wrote with pictures of them, else []."""
+    if not os.path.isfile(os.path.join(folder, _GRID)):
+        return []
+    arrays, views = set[str](), set[str]()
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            stem, ending = os.path.splitext(entry.name)
+            if _SAMPLE.fullmatch(stem):
+                arrays |= {stem} if ending.lower() == ".npy" else set()
+                views |= {stem} if ending.lower() in SUFFIXES else set()
+    return sorted(f"{stem}.npy" for stem in arrays) if arrays == views else []
 
 
 def _list_below(folder: str, patience: int | None = None) -> tuple[list[str], list[SkippedFile]]:

@@ -21,6 +21,7 @@ from unfog.diffusion.noise import NoiseSource
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.export.diffusers_unet import Network, sample_size
+from unfog.export.foreign_weights import OWN_PIPELINE
 from unfog.export.source_code import OF_TRAINING, package_file, plain_source
 from unfog.files.safe_files import copy_into, write_atomic
 from unfog.inference.exports.conditions import (
@@ -117,7 +118,7 @@ def write_pipeline(run: LoadedRun, network: nn.Module, sampler: Sampler, folder:
     if stock:
         index["_class_name"] = "DDPMPipeline"  # it takes any scheduler
     else:
-        index |= {"_class_name": ["pipeline", "UnfogPipeline"], "objective": describe_objective(config, sampler)}
+        index |= {"_class_name": ["pipeline", OWN_PIPELINE], "objective": describe_objective(config, sampler)}
         index["vae"] = _write_autoencoder(config, folder / "vae")
         names = [*reading_modules(config), "unfog.export.diffusers_pipeline"]
         write_atomic(folder / "pipeline.py", plain_source(_PIPELINE, names, OF_TRAINING).encode(), folder)

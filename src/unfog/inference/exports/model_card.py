@@ -28,6 +28,7 @@ GRID = "samples.png"
 _LARGEST_REPORT = 2**30  # bytes of data.json, which names every file
 _CLASSES_NAMED = 100
 _LIBRARIES = {"diffusers": "diffusers", "onnx": "onnx"}  # other formats are of torch
+_FORMATS = {"run": "a run of EMA weights alone"}  # words on the card, where the name of a format says too little
 _NO_TASK = "other"  # of the Hub's tasks, for results, which need one
 
 
@@ -50,7 +51,7 @@ class CardSettings(NamedTuple):
 def model_card(run: LoadedRun, settings: CardSettings) -> str:
     """Return the README.md of an export."""
     title = sanitize(settings.name.rpartition("/")[2] or run.path.resolve().name)
-    evaluations = _evaluations(run)
+    evaluations = _evaluations(run, draws=settings.format != "denoiser")
     every = [(one, here) for evaluation, here in evaluations for one in evaluation.measured]
     # The Hub knows metrics by one word; "kid 48x80" is of one size.
     measured = [(one, here) for one, here in every if one.value is not None and " " not in one.metric]
@@ -68,13 +69,13 @@ def model_card(run: LoadedRun, settings: CardSettings) -> str:
     sections = [
         f"# {_escaped(title)}",
         f"An image diffusion model, trained with Unfog {__version__}: step "
-        f"{run.step:,}, {_weights(run)} weights, as {settings.format}.",
+        f"{run.step:,}, {_weights(run)} weights, as {_FORMATS.get(settings.format, settings.format)}.",
         f"![Samples of the model]({GRID})\n\n*{_escaped(settings.grid)}*",
         f"## How to use it\n\n{settings.usage}",
         *_conditions_section(settings.conditions),
         f"## Data\n\n{_table(('', ''), data.rows)}",
         f"## Training\n\n{_table(('', ''), _training(run))}",
-        _metrics_section(evaluations),
+        _metrics_section(evaluations, "--guide none" if settings.format != "denoiser" else "--guidance 1"),
         _license_section(settings.license),
     ]
     return f"---\n{to_yaml(front)}---\n\n" + "\n\n".join(sections) + "\n"
@@ -157,12 +158,13 @@ def _training(run: LoadedRun) -> list[tuple[str, str]]:
     return [(name, value) for name, value in rows.items() if value]
 
 
-def _evaluations(run: LoadedRun) -> list[tuple[Evaluation, bool]]:
+def _evaluations(run: LoadedRun, draws: bool) -> list[tuple[Evaluation, bool]]:
     """Return the evaluations of exactly these weights, newest first, each metric from the newest one alone.
 
     True stands for those that were measured on this machine: others came with the run, which may be a stranger's.
 
-    What was measured on guided samples is left out, as an exported model has no guide.
+    What was measured on samples of a guide is left out, as an exported model has none. So is what was measured with any
+    guidance if the export does not draw by itself, as that is of no single output of its network.
     """
     found: list[tuple[Evaluation, bool]] = []
     seen: set[tuple[str, str]] = set()
@@ -174,7 +176,7 @@ def _evaluations(run: LoadedRun) -> list[tuple[Evaluation, bool]]:
         # A run has several EMAs at one step, and a figure of another is not one of the exported weights.
         if evaluation is None or evaluation.drawn.get("weights") != _weights(run):
             continue
-        guided = "guide" in evaluation.drawn
+        guided = "guide" in evaluation.drawn or (not draws and evaluation.drawn.get("guidance", 1) != 1)
         new = [
             one
             for one in evaluation.measured
@@ -205,9 +207,9 @@ def _valid(one: MetricResult) -> bool:
     return finite and counted and all(isinstance(text, str) for text in (one.metric, one.features, one.resize))
 
 
-def _metrics_section(evaluations: Sequence[tuple[Evaluation, bool]]) -> str:
+def _metrics_section(evaluations: Sequence[tuple[Evaluation, bool]], unguided: str) -> str:
     if not evaluations:
-        return "## Metrics\n\nNot measured. `unfog evaluate RUN --guide none` measures them; then export again."
+        return f"## Metrics\n\nNot measured. `unfog evaluate RUN {unguided}` measures them; then export again."
     texts = []
     for one, here in evaluations:
         rows = [_metric_row(metric) for metric in one.measured]

@@ -90,7 +90,7 @@ class Run extends View {
 	facts(run) {
 		const last = (name) => this.store.column(name)?.at(-1) ?? this.store.column(`${name}.last`)?.at(-1);
 		const facts = [], loss = this.store.series("step", "loss"), held = this.store.series("step", "held_out_loss"), speed = this.store.series("step", "images_per_second").y;
-		if (Number.isFinite(last("images"))) facts.push(["images seen", count(last("images")), `${count(last("step"))} steps`]);
+		if (Number.isFinite(last("images"))) facts.push(["images seen", count(last("images")), `${count(last("step"))} step${last("step") === 1 ? "" : "s"}`]);
 		if (Number.isFinite(last("seconds"))) facts.push(["time", duration(last("seconds")), ""]);
 		if (speed.length) facts.push(["images a second", number([...speed].sort((a, b) => a - b)[speed.length >> 1]), "median"]);
 		if (loss.x.length) facts.push(["loss", number(smooth(loss.x, loss.y, 0.02 * (loss.x.at(-1) - loss.x[0])).at(-1)), "smoothed"]);

@@ -33,7 +33,7 @@ from unfog.values.condition_kinds import ColumnFacts
 from unfog.values.image_format import CHANNELS, LEAST, Size, size_of
 from unfog.values.kinds.image_kinds import IMAGE_KINDS, image_columns
 
-_CLASS_SPREAD = 0.02  # scale of random differences between new class embeddings, as other networks draw their rows
+_CLASS_SPREAD = 0.02  # scale of random differences between new class embeddings; whole ones would drown what is known
 _ADDED = 16  # parameters that a network has beside those of the weights, at most
 _CLASSES, _AUGMENT, _BIAS = "class_embedding.weight", "augment_embedding.", "time_embedding.2.bias"
 _COLUMNS, _COLUMN_WEIGHT = "column_embedding.", "column_embedding.linear.weight"
@@ -218,6 +218,10 @@ def _in_run(init: Init, folder: Path) -> WeightsSource:
     config.task.check_generates(f"init = {folder_text}", f"train on its latents: --autoencoder {folder_text}")
     which = {"newest": None, "best": "best"}[init.checkpoint] if init.checkpoint.isalpha() else int(init.checkpoint)
     saved = checkpoint.find_checkpoint(run.checkpoints, which, warn)  # type: ignore[arg-type]
+    if saved.is_weights_only and init.weights == "raw":
+        raise RequestError(
+            f"init = {folder_text} is an export, which holds EMA weights alone; give init.weights = 'ema'"
+        )
     file, words = ("ema", "averaged (EMA)") if init.weights == "ema" else ("model", "raw")
     return WeightsSource(config, saved.folder / f"{file}.safetensors", f"{words} weights of step {saved.step:,}")
 
@@ -225,6 +229,11 @@ def _in_run(init: Init, folder: Path) -> WeightsSource:
 def _in_diffusers(folder: Path, diffusion: Diffusion, known: bool) -> WeightsSource:
     found = DiffusersFolder.open(folder)
     if found.scheduler is not None and not known:
+        if found.has_own_pipeline:
+            raise RequestError(
+                f"{folder} is an export of Unfog whose files do not state its objective; give the run that it was made "
+                "from, or an export of it that Unfog reads: unfog export RUN OUT --format run"
+            )
         diffusion = objective_from_scheduler(found.scheduler, diffusion)
     if found.kind == "DiTTransformer2DModel":
         model = from_dit(found.config, read_tensors(found.weights, found.weights.parent))
@@ -325,7 +334,7 @@ def _fit_classes(
         )
     # Every class begins as "no class", so that the first samples are as good as before.
     none = state[_CLASSES][-1] if before else torch.zeros_like(fresh[_CLASSES][-1])
-    difference = fresh[_CLASSES] * (_CLASS_SPREAD if scaled else 1.0)
+    difference = fresh[_CLASSES] * _CLASS_SPREAD
     difference[-1] = 0
     state[_CLASSES] = none + difference
     reason = f"their embedding is new, as the weights have {before or 'no'} classes; it begins as that of no class"

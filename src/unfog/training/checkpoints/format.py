@@ -8,6 +8,8 @@
     checkpoints/00001000/state.json              `TrainState.progress`: position, guard, loss scaler, sums for the log
     checkpoints/00001000/config.toml             the settings that it was trained with
 
+An export as a run holds EMA weights alone, and no run goes on from it: manifest.json and ema.safetensors.
+
 Of a sharded network every rank saves its rows: instead of model.safetensors there are
 model-00001-of-00004.safetensors and so on, and likewise for the other tensor files. Readers need not know: see
 `load.TensorFile`.
@@ -35,10 +37,10 @@ from unfog.files.safe_files import file_digest, list_folder, read_file
 from unfog.training.checkpoints.state_schema import check_state
 from unfog.training.state import HELD_OUT_LOSS, is_better
 
-FORMAT, FORMAT_SHARDED = 2, 3
+FORMAT, FORMAT_SHARDED, FORMAT_WEIGHTS = 2, 3, 4
 MANIFEST, STATE, CONFIG = "manifest.json", "state.json", "config.toml"
-FILES = frozenset(["model.safetensors", "ema.safetensors", "optimizer.safetensors", STATE, CONFIG])
-EMA2 = "ema2.safetensors"
+EMA, EMA2 = "ema.safetensors", "ema2.safetensors"
+FILES = frozenset(["model.safetensors", EMA, "optimizer.safetensors", STATE, CONFIG])
 LARGEST_JSON = 2**24  # bytes; ours have a few thousand, and with 100,000 failed shards ten million
 SHARDING = "DCP_SHARDING_INFO"  # torch's key for the rows of a shard, in the metadata of a file
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors)")
@@ -90,6 +92,11 @@ class CheckpointInfo(NamedTuple):
         """Return whether it has this file, such as ema2.safetensors, in one piece or as shards."""
         return name in _merge_shard_names(self.files)
 
+    @property
+    def is_weights_only(self) -> bool:
+        """Return whether it holds EMA weights alone, as an export does: no raw weights, and nothing to resume from."""
+        return not self.holds(STATE)
+
     def find_damage(self) -> str | None:
         """Read all files of a checkpoint, and return what is wrong with them, or None.
 
@@ -109,18 +116,17 @@ class CheckpointInfo(NamedTuple):
         if folder.is_symlink():
             raise ValueError("the folder is a link")
         manifest = read_json(folder / MANIFEST, run_of(folder))
-        if manifest["format"] not in (FORMAT, FORMAT_SHARDED):
-            raise ValueError(
-                f"its format is {manifest['format']}, and this version reads {FORMAT} and {FORMAT_SHARDED}"
-            )
+        if manifest["format"] not in (FORMAT, FORMAT_SHARDED, FORMAT_WEIGHTS):
+            raise ValueError(f"its format is {manifest['format']}, and this version reads {FORMAT} to {FORMAT_WEIGHTS}")
         if manifest.pop("sha256") != manifest_digest(manifest):
             raise ValueError("it is not what was saved (sha256 differs)")
         files = {
             name: _CheckpointFile(int(file["bytes"]), str(file["sha256"])) for name, file in manifest["files"].items()
         }
         # Neither fewer, which would be no whole checkpoint, nor others, which nothing here has written.
-        if (listed := _merge_shard_names(files)) - {EMA2} != FILES:
-            raise ValueError(f"it lists {sorted(listed)}, not {sorted(FILES)}")
+        expected = frozenset([EMA]) if manifest["format"] == FORMAT_WEIGHTS else FILES
+        if (listed := _merge_shard_names(files)) - {EMA2} != expected:
+            raise ValueError(f"it lists {sorted(listed)}, not {sorted(expected)}")
         if not all(0 <= int(manifest[name]) < 2**53 for name in ("step", "images")):
             raise ValueError("step or images is not a count")
         loss = manifest["held_out_loss"]
@@ -234,7 +240,7 @@ def _find_damage(saved: CheckpointInfo) -> str | None:
                 raise
             return f"{name}: {error.strerror}"
     try:
-        if read_state_json(saved.folder)["seen"] != saved.images:
+        if not saved.is_weights_only and read_state_json(saved.folder)["seen"] != saved.images:
             return f"{STATE} is of another number of images"
     except (ValueError, RecursionError) as error:
         return f"{STATE}: {error}"

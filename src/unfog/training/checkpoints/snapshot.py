@@ -186,6 +186,25 @@ def file_entries(files: Iterable[Path]) -> dict[str, FileEntry]:
     return {f.name: {"bytes": f.stat().st_size, "sha256": file_digest(f, run_of(f.parent))} for f in sorted(files)}
 
 
+def write_weights_manifest(folder: Path, of: checkpoint.CheckpointInfo) -> None:
+    """Make EMA weights in a folder a checkpoint that no run goes on from; step and measurements are those of `of`."""
+    manifest: dict[str, Any] = {
+        "format": checkpoint.FORMAT_WEIGHTS,
+        "step": of.step,
+        "images": of.images,
+        "anchor": False,
+        "for_best": False,
+        "held_out_loss": of.held_out_loss,
+        "chosen_by": of.chosen_by,
+        "value": of.value,
+        "measure": of.measure,
+        "made_on": of.made_on,
+        "files": file_entries([folder / checkpoint.EMA]),
+    }
+    text = json.dumps(manifest | {"sha256": checkpoint.manifest_digest(manifest)}, indent=2) + "\n"
+    write_atomic(folder / checkpoint.MANIFEST, text.encode(), run_of(folder))
+
+
 def _build_manifest(snapshot: Snapshot, files: Mapping[str, FileEntry]) -> dict[str, Any]:
     progress = snapshot.progress
     manifest: dict[str, Any] = {
