@@ -24,7 +24,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 LARGEST = 1_000_000  # bytes
 SAMPLES, BLOCKS = 3, 2  # of a caption; side by side
-CELL, GAP, NAME, TOP = 72, 4, 170, 54
+CELL, GAP, NAME, TOP, FONT = 112, 4, 40, 76, 25  # letters that a phone can show
 INK, GREY, PAPER = (34, 34, 34), (120, 120, 120), (255, 255, 255)
 Pixels = NDArray[np.uint8]
 
@@ -42,23 +42,22 @@ def denoise(run: unfog.Run, prompts: list[str], steps: int, seed: int, guidance:
 
 
 def frame(captions: list[str], real: list[Image.Image], made: Pixels, state: str) -> Image.Image:
-    """Return one frame: for each caption the real image, and samples beside it."""
+    """Return one frame: below each caption the real image, and samples beside it."""
     rows, cell = -(-len(captions) // BLOCKS), CELL + GAP
-    block = NAME + (1 + SAMPLES) * cell + 3 * GAP
-    page = Image.new("RGB", (BLOCKS * block, TOP + rows * cell), PAPER)
+    block = (1 + SAMPLES) * cell + 4 * GAP
+    page = Image.new("RGB", (BLOCKS * block, TOP + rows * (NAME + cell)), PAPER)
     draw = ImageDraw.Draw(page)
-    bold, plain = ImageFont.load_default(15), ImageFont.load_default(12)
-    draw.text((12, 14), state, INK, bold, anchor="lm")
+    font = ImageFont.load_default(FONT)
+    draw.text((GAP, FONT), state, INK, font, anchor="lm")
     for column in range(BLOCKS):
-        draw.text((column * block + NAME + CELL / 2, TOP - 12), "real", GREY, plain, anchor="mm")
-        draw.text((column * block + NAME + cell + 3 * GAP, TOP - 12), "generated", GREY, plain, anchor="lm")
+        draw.text((column * block + GAP, TOP - FONT / 2), "real", GREY, font, anchor="lm")
+        draw.text((column * block + cell + 3 * GAP, TOP - FONT / 2), "generated", GREY, font, anchor="lm")
     for number, caption in enumerate(captions):
-        left, top = number // rows * block, TOP + number % rows * cell
-        words = caption.replace(", ", ",\n")
-        draw.text((left + NAME - 10, top + CELL / 2), words, INK, plain, anchor="rm", align="right")
-        page.paste(large(real[number]), (left + NAME, top))
+        left, top = number // rows * block + GAP, TOP + number % rows * (NAME + cell)
+        draw.text((left, top + NAME / 2), caption, INK, font, anchor="lm")
+        page.paste(large(real[number]), (left, top + NAME))
         for i, sample in enumerate(made[number * SAMPLES : (number + 1) * SAMPLES]):
-            page.paste(large(Image.fromarray(sample)), (left + NAME + (i + 1) * cell + 3 * GAP, top))
+            page.paste(large(Image.fromarray(sample)), (left + (i + 1) * cell + 2 * GAP, top + NAME))
     return page
 
 
@@ -86,7 +85,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("images", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--captions", type=int, default=12, help="number of them")
+    parser.add_argument("--captions", type=int, default=8, help="number of them")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--guidance", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -104,7 +103,7 @@ def main() -> None:
     frames = []
     for number, samples in enumerate(drawn):
         at = f"step {number} of {given.steps}" if number < len(drawn) - 1 else f"after {given.steps} steps"
-        frames.append(frame(captions, real, samples, f"Captions that were not in the training images: {at}"))
+        frames.append(frame(captions, real, samples, f"Captions that no training image has: {at}"))
     write(given.out, frames)
 
 

@@ -53,6 +53,7 @@ PICTURES = ROOT / "docs" / "pictures"
 GRIDS = ROOT / "benchmarks" / "quality" / "results" / "grids"
 COLUMNS, CELL, GAP, LEFT, TOP = 10, 64, 4, 150, 30
 INK, PAPER = (34, 34, 34), (255, 255, 255)
+CLOTHES = {"tshirt_top": "T-shirt", "ankle_boot": "ankle boot"}  # as the other pictures have it
 CONTEST = {
     "denoising-diffusion-pytorch, untuned": "cifar10-20m-denoising-diffusion-pytorch-0",
     "diffusers' training script, untuned": "cifar10-20m-diffusers-0",
@@ -227,7 +228,8 @@ def main() -> None:
         return
     for name in given.only:
         path = PICTURES / f"{name}.png"
-        table(DRAWN[name](run, given.run), run.classes[:COLUMNS]).quantize(64).save(path, optimize=True)
+        classes = [CLOTHES.get(one, one) for one in run.classes[:COLUMNS]]
+        table(DRAWN[name](run, given.run), classes).quantize(64).save(path, optimize=True)
         print(f"{path}: {path.stat().st_size:,} bytes")
 
 

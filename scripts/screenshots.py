@@ -1,9 +1,9 @@
 """Take the pictures of the page that the docs show, from runs that exist:
 
-    python scripts/screenshots.py RUNS
+    python scripts/screenshots.py RUNS ONE FIRST SECOND DRAWN
 
-serves that folder, opens it in a real Chromium, and writes docs/page-*.png. The newest run that is not running is shown
-alone and drawn from, and it and the next are compared. Needs `unfog[dev]` and Debian's chromium.
+serves the folder of runs, opens it in a real Chromium, and writes docs/page-*.png: of run ONE alone, of FIRST and
+SECOND compared, and of drawings from DRAWN, a run of `make demo-text`. Needs `unfog[dev]` and Debian's chromium.
 
     python scripts/screenshots.py doctor/photos/report.html docs/pictures/doctor.png
 
@@ -26,16 +26,30 @@ LARGEST = 150_000  # bytes of each
 DESKTOP, PHONE = {"width": 1200, "height": 860}, {"width": 390, "height": 800}
 
 
-def save(page, name: str | Path) -> None:
-    """Write what the page shows to a path or docs/page-NAME.png, in as many colours as fit into LARGEST bytes."""
+def save(page, name: str | Path, whole: str = "") -> None:
+    """Write what the page shows to a path or docs/page-NAME.png, in as many colours as fit into LARGEST bytes.
+
+    The picture ends with the last element that is whole in sight, of those that `whole` selects.
+    """
     page.wait_for_timeout(1500)
     picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    if whole:
+        ends = page.evaluate(
+            "(s) => [...document.querySelectorAll(s)].map((e) => e.getBoundingClientRect().bottom)", whole
+        )
+        picture = picture.crop((0, 0, picture.width, 16 + round(max(end for end in ends if end < picture.height - 16))))
     path = name if isinstance(name, Path) else ROOT / "docs" / f"page-{name}.png"
     for colours in (256, 128, 64, 32):
         picture.quantize(colours, dither=Image.Dither.NONE).save(path, optimize=True)
         if path.stat().st_size < LARGEST:
             break
     print(path, path.stat().st_size)
+
+
+def until(page, true: str) -> None:
+    """Wait until an expression is true. `wait_for_function` would need rights that the page does not give."""
+    while not page.evaluate(true):
+        page.wait_for_timeout(500)
 
 
 def shoot_file(file: Path, picture: Path) -> None:
@@ -48,62 +62,68 @@ def shoot_file(file: Path, picture: Path) -> None:
         save(page, picture)
 
 
-def shoot_runs(folder: Path) -> None:
+def shoot_runs(folder: Path, one: str, first: str, second: str, drawn: str) -> None:
     """Write the pictures of the page of runs."""
     with open_browser() as browser, serving(folder) as (address, _):
-        page = WatchedPage(browser, viewport={**DESKTOP, "height": 320}, color_scheme="light").page
+        page = WatchedPage(browser, viewport=DESKTOP, color_scheme="light").page
         page.goto(address)
         page.wait_for_selector("table.runs tbody tr")
         runs = page.evaluate("fetch('api/runs').then((answer) => answer.json())")
-        runs = sorted(runs, key=lambda run: (run["state"] == "running", run["age"] or 0))
-        one, ids = runs[0]["id"], ",".join(str(run["id"]) for run in runs[:2])
-        save(page, "runs")
+        ids = {run["name"]: run["id"] for run in runs}
+        counted = (
+            "[...document.querySelectorAll('table.runs tbody tr')].every((row) => /\\d (k|M|G)B/.test(row.innerText))"
+        )
+        until(page, counted)  # the space on the disk
+        save(page, "runs", "table.runs tbody tr")
         page = WatchedPage(browser, viewport=DESKTOP, color_scheme="light").page
-        page.goto(f"{address}#/run/{one}")
+        page.goto(f"{address}#/run/{ids[one]}")
         page.wait_for_selector("unfog-chart canvas")
         page.wait_for_timeout(500)
         page.evaluate("document.getElementById('Curves').scrollIntoView()")
-        save(page, "curves")
+        save(page, "curves", "unfog-chart")
         page = WatchedPage(browser, viewport=DESKTOP, color_scheme="dark").page
-        page.goto(f"{address}#/compare/{ids}")
+        page.goto(f"{address}#/compare/{ids[first]},{ids[second]}")
         page.wait_for_selector("unfog-chart canvas")
-        save(page, "compare-dark")
+        save(page, "compare-dark", "unfog-chart")
         page = WatchedPage(browser, viewport=PHONE, color_scheme="light").page
-        page.goto(f"{address}#/run/{one}")
+        page.goto(f"{address}#/run/{ids[one]}")
         page.wait_for_selector("unfog-chart canvas")
         page.wait_for_timeout(500)
         page.evaluate("document.getElementById('Samples').scrollIntoView()")
         save(page, "phone")
         for scheme, name in (("light", "playground"), ("dark", "playground-dark")):
-            page = WatchedPage(browser, viewport=DESKTOP, color_scheme=scheme).page
-            page.goto(f"{address}#/draw/{one}")
+            page = WatchedPage(browser, viewport={**DESKTOP, "height": 1000}, color_scheme=scheme).page
+            page.goto(f"{address}#/draw/{ids[drawn]}")
             draw(page, dark=scheme == "dark")
             save(page, name)
 
 
 def draw(page, dark: bool) -> None:
-    """Draw pictures, and look at a step half-way; in the dark, paint into one of them, with the levels in sight."""
+    """Draw pictures, and look at a step half-way; in the dark, paint over most of one, and draw that part anew."""
     state = "document.querySelector('unfog-playground').job"
     page.wait_for_selector(".controls button.accent")
+    page.locator("[aria-label=text] input").fill("thumbs up" if dark else "medium dark skin")
     page.click(".controls button.accent")
-    page.wait_for_function(f"{state}?.state === 'done'")
+    until(page, f"{state}?.state === 'done'")
     if not dark:
         page.focus(".scrub input")
         for _ in range(9):
             page.keyboard.press("ArrowLeft")
         return
-    page.click("text=Levels of this drawing")
-    page.click("text=Take these levels")
     page.click("text=Paint into it")
     page.wait_for_selector(".mask canvas")
     box = page.locator(".mask canvas").bounding_box()
-    page.mouse.move(box["x"] + 60, box["y"] + 90)
+    x, y, width, height = (box[name] for name in ("x", "y", "width", "height"))
+    page.mouse.move(x + width * 0.1, y + height * 0.3)
     page.mouse.down()
-    page.mouse.move(box["x"] + 160, box["y"] + 110, steps=5)
+    for row in range(9):
+        for side in (0.1, 0.9) if row % 2 == 0 else (0.9, 0.1):
+            page.mouse.move(x + width * side, y + height * (0.3 + 0.075 * row), steps=12)
     page.mouse.up()
     before = page.evaluate(f"{state}.job")
+    page.locator("[aria-label=text] input").fill("")
     page.click(".controls button.accent")
-    page.wait_for_function(f"{state}.job !== {before} && {state}.state === 'done'")
+    until(page, f"{state}.job !== {before} && {state}.state === 'done'")
     page.evaluate("scrollTo(0, 0)")
 
 
@@ -111,4 +131,4 @@ if __name__ == "__main__":
     if len(sys.argv) == 3:
         shoot_file(Path(sys.argv[1]), Path(sys.argv[2]))
     else:
-        shoot_runs(Path(sys.argv[1]))
+        shoot_runs(Path(sys.argv[1]), *sys.argv[2:])

@@ -12,11 +12,11 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from addresses import addresses
+from llms import llms_text, named_pages
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "build" / "pages"
@@ -138,18 +138,16 @@ def write_pages() -> None:
             shutil.copyfile(file, page)
 
 
+def settings() -> dict[str, Any]:
+    """Return the settings of the site, those of zensical.toml."""
+    project: dict[str, Any] = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
+    return project
+
+
 def not_in_navigation() -> list[str]:
     """Return the pages that zensical.toml leaves out."""
-    named = set(_named(tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]))
+    named = set(named_pages(settings()["nav"]))
     return sorted({path.relative_to(PAGES).as_posix() for path in PAGES.rglob("*.md")} - named)
-
-
-def _named(entry: Any) -> Iterator[str]:
-    if isinstance(entry, str):
-        yield entry
-    else:
-        for each in entry.values() if isinstance(entry, dict) else entry:
-            yield from _named(each)
 
 
 def main() -> int:
@@ -159,6 +157,7 @@ def main() -> int:
     if left_out := [page for page in not_in_navigation() if not page.startswith("decisions/")]:
         print(f"zensical.toml has no place for {', '.join(left_out)}")
         return 1
+    (PAGES / "llms.txt").write_text(llms_text(settings(), PAGES), encoding="utf-8")
     zensical = Path(sys.executable).with_name("zensical")
     done = subprocess.run([zensical, "build", "--strict", "--clean"], cwd=ROOT)
     for page in SITE.rglob("*.html"):

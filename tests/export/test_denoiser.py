@@ -227,7 +227,7 @@ def test_the_page_solves_a_problem_with_each_package(tmp_path, package, monkeypa
     pytest.importorskip(package)
     prior(tmp_path / "out")
     monkeypatch.chdir(tmp_path)
-    block = re.search(rf"```python {package}\n(.*?)```", DOCS.read_text(), re.DOTALL)[1]
+    block = re.search(rf"<!-- code: {package} -->\n```python\n(.*?)```", DOCS.read_text(), re.DOTALL)[1]
     found: dict = {}
     exec(compile(block.replace("OUT", "out").replace("32", "8"), f"{DOCS.name}, {package}", "exec"), found)
     assert found["x"].isfinite().all()

@@ -126,7 +126,7 @@ def drawn(run: Run, draw=None) -> torch.Tensor:
 
 def shown(name: str) -> SimpleNamespace:
     """The code that the documentation shows for a format."""
-    code = re.search(rf"```python {name}\n(.*?)```", DOCS.read_text(), re.DOTALL)[1]
+    code = re.search(rf"<!-- code: {name} -->\n```python\n(.*?)```", DOCS.read_text(), re.DOTALL)[1]
     found: dict = {}
     exec(compile(code, f"{DOCS.name}, {name}", "exec"), found)
     return SimpleNamespace(**found, lines=len([line for line in code.splitlines() if line.strip()]))

@@ -85,6 +85,7 @@ GIVEN_SAFELY = re.compile(r"(str\()?(regular|tensor)_file\(|(io\.)?BytesIO\(|Blo
 # Modules that read files by name, and why. All others read by `safe_files`, below the folder that a person has named.
 READ_BY_NAME = {
     "checks/gpu_checks.py": "a file of /proc",
+    "config/advice.py": "a file of this package",
     "config/toml.py": "a file that --config names may be a link or a shell's pipe; a pipe in a run is refused there",
     "data/file_rows.py": "a file of /proc",
     "data/containers/netcdf3.py": "a set that a person names, which may lie behind links",

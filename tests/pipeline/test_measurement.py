@@ -378,7 +378,7 @@ def test_the_command_writes_draws_mean_and_deviation(tmp_path):
 
 def test_the_page_solves_a_problem_from_a_file_and_from_python(tmp_path, monkeypatch):
     run = run_of("default", DIT, 0)
-    code = dict(re.findall(r"```python (measure\.py|python)\n(.*?)```", DOCS.read_text(), re.DOTALL))
+    code = dict(re.findall(r"<!-- code: (measure\.py|python) -->\n```python\n(.*?)```", DOCS.read_text(), re.DOTALL))
     (tmp_path / "measure.py").write_text(code["measure.py"])
     y = np.full((1, 4, 4), 100, np.float32)
     np.save(tmp_path / "y.npy", y)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 import unfog
@@ -43,6 +44,20 @@ def set_urls(addresses, urls):
     project = addresses.ROOT / "pyproject.toml"
     text = re.sub(r"^\[project\.urls\]\n(?:[^\[\n].*\n)*\n", "", project.read_text("utf-8"), flags=re.MULTILINE)
     project.write_text(text.replace("[project.scripts]", f"{urls}[project.scripts]"), "utf-8")
+
+
+def test_a_release_that_is_started_by_hand_publishes_nothing():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text("utf-8"))["jobs"]
+    publishing = [name for name, job in jobs.items() if "gh-action-pypi-publish" in str(job)]
+    assert [jobs[name]["if"] for name in publishing] == ["github.event_name == 'push'"]
+    assert jobs["rehearse"]["environment"] == jobs[publishing[0]]["environment"]
+
+
+def test_files_of_dependabot_are_there():
+    updates = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text("utf-8"))["updates"]
+    files = {"github-actions": ".github/workflows", "pip": "constraints.txt", "docker": "Dockerfile"}
+    assert {each["package-ecosystem"] for each in updates} == {*files}
+    assert all((ROOT / each["directory"].lstrip("/") / files[each["package-ecosystem"]]).exists() for each in updates)
 
 
 def test_addresses_of_the_project_go_from_one_place_to_all_files(addresses):
@@ -109,7 +124,7 @@ def test_licences_are_those_of_what_ships():
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ") and "](" in line]
     named = {path for row in rows for path in re.findall(r"\]\(([^)]+)\)", row[-1])}
     files = {((ROOT / "docs") / path).resolve().relative_to(ROOT).as_posix() for path in named}
-    assert {row[2] for row in rows} == {*project["license"].split(" AND ")}
+    assert {row[1] for row in rows} == {*project["license"].split(" AND ")}
     assert files == {*project["license-files"]}
     assert all((ROOT / file).stat().st_size > 500 for file in files)
     stored = [path for path in (ROOT / "src").rglob("LICENSE*") if "site" not in path.parts]

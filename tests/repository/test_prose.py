@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="installed without its repository")
 MOST_WORDS = 30
+MOST_IN_A_CELL = 35
 # Pages that are made from code or rows, and decisions, which record what was thought at the time.
 NOT_FOR_PEOPLE = ("reference", "decisions", "evidence", "code-map.md")
 PAGES = [
@@ -44,23 +45,38 @@ def units(text: str) -> Iterator[str]:
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Yield the sentences of a page; a piece of code is one word, and so is the address of a link none."""
+    """Yield the sentences of a page."""
     for unit in units(text):
-        unit = re.sub(r"`[^`]*`", "CODE", unit)
-        unit = re.sub(r"!?\[((?:[^\[\]]|\[[^\]]*\])*)\]\([^()\s]+\)", r"\1", unit)
-        unit = re.sub(r"\b(e\.g|i\.e|etc|vs|al)\.", r"\1", unit)
+        unit = re.sub(r"\b(e\.g|i\.e|etc|vs|al)\.", r"\1", plain(unit))
         yield from re.split(r"(?<=[.!?])[)*\"”]*\s+", unit)
+
+
+def plain(text: str) -> str:
+    """Return a text in which a piece of code is one word, and the address of a link none."""
+    return re.sub(r"!?\[((?:[^\[\]]|\[[^\]]*\])*)\]\([^()\s]+\)", r"\1", re.sub(r"`[^`]*`", "CODE", text))
+
+
+def words(text: str) -> int:
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
 
 
 def long_sentences(text: str) -> list[str]:
     """Return the sentences of over 30 words."""
-    return [one for one in sentences(text) if sum(bool(re.search(r"\w", word)) for word in one.split()) > MOST_WORDS]
+    return [one for one in sentences(text) if words(one) > MOST_WORDS]
+
+
+def long_cells(text: str) -> list[str]:
+    """Return the cells of tables that have over 35 words, however many their sentences are."""
+    rows = (plain(line).strip("| ") for line in text.splitlines() if line.startswith("|"))
+    return [cell for row in rows for cell in row.split(" | ") if words(cell) > MOST_IN_A_CELL]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_sentences_for_people_are_short(page):
+def test_sentences_and_cells_for_people_are_short(page):
     found = long_sentences(page.read_text("utf-8"))
     assert not found, f"over {MOST_WORDS} words, divide:\n" + "\n".join(found)
+    found = long_cells(page.read_text("utf-8"))
+    assert not found, f"over {MOST_IN_A_CELL} words, shorten, or make another row:\n" + "\n".join(found)
 
 
 def test_long_sentences_are_found_where_they_stand():
@@ -69,6 +85,11 @@ def test_long_sentences_are_found_where_they_stand():
         assert len(long_sentences(text)) == 1, text
     for text in (f"```\n{long}\n```\n", f"    {long}\n", f"`{long}`", f"[a](b) {long[5:]}".replace(" word", "", 1)):
         assert long_sentences(text) == [], text
+
+
+def test_long_cells_are_found():
+    short, long = " ".join(["word"] * 35), " ".join(["word"] * 20) + ". " + " ".join(["Word"] * 16)
+    assert long_cells(f"| a | {long}. |\n| {short} | `{long}` |\n\n{long}\n") == [f"{long}."]
 
 
 def test_words_are_spelled_as_a_list_of_misspellings_asks():

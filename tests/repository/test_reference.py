@@ -164,6 +164,21 @@ def test_fences_have_a_language_alone_on_the_site(builder):
     assert builder.convert(text, ROOT / "docs/export.md") == text.replace("python values", "python")
 
 
+def test_llms_txt_has_a_line_for_each_page_with_its_first_sentence(scripts_on_path, tmp_path):
+    from llms import llms_text
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "index.md").write_text("# Front\n\n![x](y.png)\n\nIt [draws](a/b.md#c) images. More.\n")
+    (tmp_path / "a/b.md").write_text("# Part\n\n| a |\n|---|\n\nSee\nhere:\n\n    code\n")
+    (tmp_path / "a/README.md").write_text("# Parts\n")
+    nav = [{"Start": ["index.md", {"More": ["a/b.md", "a/README.md"]}]}]
+    project = {"site_name": "Name", "site_description": "What", "nav": nav}
+    head, lines = "# Name\n\n> What\n\n## Start\n\n- [Front](", ": It draws images.\n- [Part]({0}a/b/): See here\n"
+    assert llms_text(project, tmp_path) == f"{head}./){lines.format('')}- [Parts](a/)\n"
+    there = llms_text(project | {"site_url": "https://host/site/"}, tmp_path)
+    assert there == f"{head}https://host/site/){lines.format('https://host/site/')}- [Parts](https://host/site/a/)\n"
+
+
 @pytest.mark.slow
 def test_the_site_is_built_and_served_without_another_machine():
     subprocess.run([sys.executable, "scripts/site.py"], cwd=ROOT, check=True, capture_output=True)
@@ -179,6 +194,8 @@ def test_the_site_is_built_and_served_without_another_machine():
     # A fence that the generator does not know becomes text, with marks of its own inside.
     broken = [path for path in (SOURCE / "site").rglob("*.html") if re.search("```|\x02", path.read_text("utf-8"))]
     assert broken == []
+    pages = re.findall(r"^- \[.*\]\((\S+)\): \w", (SOURCE / "site/llms.txt").read_text(), re.M)
+    assert [page for page in pages if not (SOURCE / "site" / page / "index.html").is_file()] == []
     front = (SOURCE / "site/index.html").read_text()
     assert re.findall(r"<li>\s*<p><strong>(\w+)", front)[-5:] == ["Good", "Nothing", "Problems", "Metrics", "Little"]
     assert re.findall(r'(?:src|href)="(https?:[^"]*\.(?:js|css|woff2?))"', page) == []

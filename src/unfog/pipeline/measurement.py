@@ -312,7 +312,7 @@ def write_posterior(folder: SampleFolder, config: Config, measurement: Measureme
     folder.save("deviation", deviation, shown)
     say(
         f"  mean.npy and deviation.npy are of {folder.count:,} draws; the largest deviation is "
-        + ", ".join(f"{one:.4g}" for one in largest)
+        + ", ".join("unknown" if np.isnan(one) else f"{one:.4g}" for one in largest)
     )
 
 

@@ -51,11 +51,16 @@ def _handed_on(config: Config, sampler: Sampler) -> Config:
     """Return the settings without places on this machine, and without a guide, whose snapshots are not there."""
     public = config.without_secrets()
     started = source_name(public.init.folder) if public.init.folder else ""
-    texts = {name: _ABSOLUTE.sub("", getattr(public.data, name)) for name in ("labels", "condition", "unknown_mask")}
+    data = replace(
+        public.data,
+        labels=_ABSOLUTE.sub("", public.data.labels),
+        condition=_ABSOLUTE.sub("", public.data.condition),
+        unknown_mask=_ABSOLUTE.sub("", public.data.unknown_mask),
+    )
     return replace(
         public,
         source=source_name(public.source),
-        data=replace(public.data, **texts),
+        data=data,
         init=replace(public.init, folder=started),
         sampler=sampler,
         guide="none",
