@@ -33,6 +33,10 @@ draws channels.png, the channels of true and generated fields, and
     python scripts/draw_pictures.py runs/densities --density densities.npy
 
 densities.png, which has true and generated densities, and generated ones beside themselves.
+
+    python scripts/draw_pictures.py zoo/fashion --posterior
+
+draws posterior.png: held-out clothes from means of 4x4 pixels with noise.
 """
 
 from __future__ import annotations
@@ -42,10 +46,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 import unfog
+from unfog.pipeline.load_data import load_images
+from unfog.process.run_folder import RunFolder
+from unfog.process.signals import StopSignals
 from unfog.values.colour_map import colour_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -157,7 +165,7 @@ def contest() -> Image.Image:
         drawn = Image.open(GRIDS / f"{grid}.png").convert("RGB")
         parts.append((name, drawn.crop((0, 0, drawn.width, 2 * CELL + 2))))
     page = Image.new("RGB", (parts[0][1].width, sum(TOP + part.height for _, part in parts)), PAPER)
-    draw, font, y = ImageDraw.Draw(page), ImageFont.load_default(18), 0
+    draw, font, y = ImageDraw.Draw(page), ImageFont.load_default(25), 0
     for name, part in parts:
         draw.text((0, y + TOP / 2), name, INK, font, anchor="lm")
         page.paste(part, (0, y + TOP))
@@ -170,7 +178,7 @@ def conditions(sheets: Sequence[Path], columns: int = 6, side: int = 48) -> Imag
     rows = ("given", "one draw", "another", "a third", "mean of four", "truth")
     width = columns * side + 3 * GAP
     page = Image.new("RGB", (LEFT + len(sheets) * width, TOP + len(rows) * side), PAPER)
-    draw, font = ImageDraw.Draw(page), ImageFont.load_default(18)
+    draw, font = ImageDraw.Draw(page), ImageFont.load_default(22)
     for row, name in enumerate(rows):
         draw.text((LEFT - 12, TOP + (row + 0.5) * side), name, INK, font, anchor="rm")
     for i, (sheet, name) in enumerate(
@@ -192,6 +200,29 @@ def tiles(folder: Path, count: int = 6, large: int = 3) -> Image.Image:
     return page
 
 
+def means_of_pixels(x: torch.Tensor) -> torch.Tensor:
+    """Return the means of 4x4 pixels: the measurement of posterior.png."""
+    return torch.nn.functional.avg_pool2d(x, 4)
+
+
+def posterior(run: unfog.Run, path: Path, noise: float = 5.0, draws: int = 5) -> Image.Image:
+    """Return held-out images, each with what was measured of it, draws from the posterior, their mean and deviation."""
+    held_out = load_images(RunFolder(path).read_config(), StopSignals())[0].held_out
+    labels, random, rows = held_out.labels, np.random.default_rng(0), []
+    assert labels is not None
+    for name in ("tshirt_top", "bag", "ankle_boot"):
+        truth = held_out.pixels[np.flatnonzero(labels == run.classes.index(name))[1]]
+        clean = means_of_pixels(torch.from_numpy(truth.astype(np.float32))[None])[0].numpy()
+        observed = (clean + random.normal(0, noise, clean.shape)).astype(np.float32)
+        given = {"measure": means_of_pixels, "observed": observed, "noise": noise, "label": [name], "steps": 16}
+        drawn = np.asarray(run.sample(draws, **given), np.float64)[..., 0]
+        measured = observed[0].repeat(4, 0).repeat(4, 1)
+        spread = drawn.std(0, ddof=1) / 64 * 255  # white from 64 of 255 levels on
+        shown = np.stack([measured, *drawn, drawn.mean(0), spread, truth[0]])
+        rows.append((CLOTHES.get(name, name), shown.round().clip(0, 255).astype(np.uint8)))
+    return table(rows, ["measured", *[f"draw {i + 1}" for i in range(draws)], "mean", "deviation", "truth"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, nargs="?")
@@ -204,6 +235,7 @@ def main() -> None:
     parser.add_argument("--out", help="name of its picture")
     parser.add_argument("--channels", type=Path, metavar="FOLDER", help="of examples/random_fields.py")
     parser.add_argument("--density", type=Path, metavar="FILE", help="the densities that the run was trained on")
+    parser.add_argument("--posterior", action="store_true", help="held-out clothes from means of pixels")
     given = parser.parse_args()
     PICTURES.mkdir(exist_ok=True)
     if given.channels:
@@ -225,6 +257,9 @@ def main() -> None:
     run = unfog.load(given.run)
     if given.density:
         densities(run, given.density).save(PICTURES / "densities.png", optimize=True)
+        return
+    if given.posterior:
+        posterior(run, given.run).quantize(64).save(PICTURES / "posterior.png", optimize=True)
         return
     for name in given.only:
         path = PICTURES / f"{name}.png"

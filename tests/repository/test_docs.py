@@ -52,9 +52,7 @@ def test_blocks_of_code_have_a_language_and_no_other_words(page):
 def test_commands_of_the_docs_parse(page):
     for line in commands(page.read_text("utf-8")):
         words = shlex.split(line, comments=True)
-        words = words[words.index("unfog") + 1 :]
-        cut = next((i for i, word in enumerate(words) if word in _ENDS or word.endswith(";")), len(words))
-        command, *rest = words[:cut]
+        command, *rest = before_the_shell(words[words.index("unfog") + 1 :])
         if any(_PLACEHOLDER.search(word) for word in rest):
             continue
         command = COMMANDS.get(command, command)
@@ -95,25 +93,59 @@ FEWEST = {
 }
 
 
-@pytest.mark.slow
-def test_the_commands_of_the_readme_run_one_after_the_other(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+# Commands of the pages that take a second or two, once there are images and a run.
+SHORT = r"unfog (explain|runs|cache|completion|slurm|watch|init .*--yes|export .*--format (run|denoiser))\b"
+
+
+def before_the_shell(words: list[str]) -> list[str]:
+    """Return the words of a command without what the shell does with it."""
+    cut = next((i for i, word in enumerate(words) if word in _ENDS or word.endswith(";")), len(words))
+    return [word.rstrip(";") for word in words[: cut + (cut < len(words) and words[cut].endswith(";"))]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder in which the commands of the README have run one after the other."""
+    folder = tmp_path_factory.mktemp("readme")
     for i in range(24):
-        folder = tmp_path / "photos" / ("cats", "dogs")[i % 2]
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.radial_gradient("L").rotate(15 * i).resize((80, 72)).convert("RGB").save(folder / f"{i}.png")
+        images = folder / "photos" / ("cats", "dogs")[i % 2]
+        images.mkdir(parents=True, exist_ok=True)
+        Image.radial_gradient("L").rotate(15 * i).resize((80, 72)).convert("RGB").save(images / f"{i}.png")
     section = (ROOT / "README.md").read_text("utf-8").partition("\n## Four commands\n")[2].partition("\n## ")[0]
     listed = [*commands(section), *re.findall(r"`(unfog resume [^`]*)`", section)]
     assert [line.split()[1] for line in listed] == list(FEWEST)
-    for line in listed:
-        words = shlex.split(re.sub(r"--budget \S+", "", line), comments=True)[1:]
-        assert exit_status(*words, *FEWEST[words[0]]) == 0, (line, capsys.readouterr().err)
-    made = {"doctor/photos/report.html", "runs/photos", "runs/photos/pictures"}
-    assert made <= {*capsys.readouterr().out.splitlines()}
-    assert all(Path(path).exists() for path in made)
-    assert Path("runs/photos/pictures/grid.png").is_file()
-    run = unfog.load("runs/photos")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        for line in listed:
+            words = shlex.split(re.sub(r"--budget \S+", "", line), comments=True)[1:]
+            assert exit_status(*words, *FEWEST[words[0]]) == 0, line
+    return folder
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_run_one_after_the_other(folder):
+    for made in ("doctor/photos/report.html", "runs/photos/report.html", "runs/photos/pictures/grid.png"):
+        assert (folder / made).is_file(), made
+    assert [*(folder / "runs/photos/evaluations").iterdir()]
+    run = unfog.load(folder / "runs/photos")
     assert (run.step, run.classes) == (6, ("cats", "dogs"))
+
+
+@pytest.mark.slow
+def test_commands_of_the_pages_that_take_seconds_run(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    listed = {line for page in PAGES for line in commands(page.read_text("utf-8")) if re.match(SHORT, line)}
+    kept = {tuple(before_the_shell(shlex.split(line, comments=True))[1:]) for line in listed}
+    kept = {words for words in kept if not any(_PLACEHOLDER.search(word) for word in words)}
+    assert {words[0] for words in kept} >= {"explain", "runs", "completion", "slurm", "watch", "init", "export"}
+    for words in sorted(kept):
+        here = [word.replace("/data/", "").replace("/shared/", "shared/") for word in words]
+        if words[0] != "slurm":  # which begins a run
+            here = [word.replace("runs/fashion", "runs/photos") for word in here]
+        more = ["--once"] if words[0] == "watch" and "--once" not in words else []
+        assert exit_status(*here, *more) == 0, (words, capsys.readouterr().err)
+        for file in folder.glob("*.sbatch"):  # pages give the same run more than once
+            file.unlink()
 
 
 def test_prose_behind_a_command_is_noticed():
