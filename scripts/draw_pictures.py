@@ -165,7 +165,7 @@ def contest() -> Image.Image:
         drawn = Image.open(GRIDS / f"{grid}.png").convert("RGB")
         parts.append((name, drawn.crop((0, 0, drawn.width, 2 * CELL + 2))))
     page = Image.new("RGB", (parts[0][1].width, sum(TOP + part.height for _, part in parts)), PAPER)
-    draw, font, y = ImageDraw.Draw(page), ImageFont.load_default(18), 0
+    draw, font, y = ImageDraw.Draw(page), ImageFont.load_default(25), 0
     for name, part in parts:
         draw.text((0, y + TOP / 2), name, INK, font, anchor="lm")
         page.paste(part, (0, y + TOP))
@@ -178,7 +178,7 @@ def conditions(sheets: Sequence[Path], columns: int = 6, side: int = 48) -> Imag
     rows = ("given", "one draw", "another", "a third", "mean of four", "truth")
     width = columns * side + 3 * GAP
     page = Image.new("RGB", (LEFT + len(sheets) * width, TOP + len(rows) * side), PAPER)
-    draw, font = ImageDraw.Draw(page), ImageFont.load_default(18)
+    draw, font = ImageDraw.Draw(page), ImageFont.load_default(22)
     for row, name in enumerate(rows):
         draw.text((LEFT - 12, TOP + (row + 0.5) * side), name, INK, font, anchor="rm")
     for i, (sheet, name) in enumerate(

@@ -159,7 +159,7 @@ def test_only_switches_of_settings_have_an_opposite_in_the_help(said):
 # Flags of torchrun, EDM, wandb and the like, and halves of names that are put together.
 OTHERS = {
     "codec", "no", "query-gpu", "private", "append", "nproc-per-node", "max-restarts", "arch", "cbase", "cres",
-    "help", "help-all", "version", "debug",
+    "help", "help-all", "version", "debug", "local-dir",
 }  # fmt: skip
 
 

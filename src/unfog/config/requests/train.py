@@ -28,7 +28,7 @@ class TrainingRequest:
 
 
 OF_THE_TRAINING = {
-    "training.budget": "Total time of the training that is planned, as 90s, 10m or 2h.",
+    "training.budget": "Time of the training that is planned: 90s, 10m or 2h.",
     "training.steps": "Optimiser steps of the training that is planned.",
 }
 """`meanings` of a command that looks at a training before it begins."""
