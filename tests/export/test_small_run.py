@@ -11,6 +11,7 @@ from PIL import Image
 import unfog
 from conftest import FEW_PICTURES
 from unfog.errors import RequestError, RunError
+from unfog.export.source_code import usage
 from unfog.inference.run import Run
 
 pytestmark = pytest.mark.slow
@@ -56,6 +57,8 @@ def test_an_export_has_no_place_of_this_machine_and_half_the_bytes(handed_on):
         assert str(handed_on) not in files[name].read_text()
     assert 'source = "photos"' in files["config.toml"].read_text()
     assert "unfog train SOURCE --init FOLDER" in files["README.md"].read_text()
+    uploaded = usage("run", "me/photos", {"classes": []}, False, unfog.load(handed_on / "out").config.image_format, "")
+    assert "hf download me/photos --local-dir FOLDER\nunfog sample FOLDER" in uploaded
 
 
 def test_a_run_begins_with_the_weights_of_an_export_and_none_goes_on_from_it(handed_on, tmp_path):
