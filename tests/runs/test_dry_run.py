@@ -146,7 +146,7 @@ def test_a_slow_machine_tries_less_of_each_part(fashion):
     assert slow.config.training.batch == 16
     hopeless = Trial.of(config, 13, 64.0)
     assert hopeless.smaller == (
-        "4 of 64 images in a batch, 1 of 16 in a preview, 5 of 20 sampling steps, 2 of 64 held-out images"
+        "4 of 64 images in a batch, 1 of 16 in a preview, 5 of 20 sampling steps, 3 of 13 held-out images"
     )
     check_request(hopeless.config)
 

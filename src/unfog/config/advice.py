@@ -53,7 +53,7 @@ def advice_within(phrase: str) -> Advice | None:
 
 def parts_of(phrase: str) -> list[list[str]]:
     """Return the words of a phrase that follow each other, longest first; of as many words, the last ones first."""
-    plain = _RANGE.sub(" scaling ", phrase.lower().replace("_", " "))
+    plain = _RANGE.sub(" value range ", phrase.lower().replace("_", " "))
     words = re.findall(r"[a-z0-9/+']+", plain)[:12]
     parts = [words[i:j] for i in reversed(range(len(words))) for j in range(i + 1, len(words) + 1)]
     return sorted(parts, key=lambda part: (-len(part), len(part) == 1 and part[0] in _VAGUE))

@@ -79,10 +79,11 @@ class Trial(NamedTuple):
     def of(cls, config: Config, held_out: int, seconds_per_step: float) -> Trial:
         """Halve what takes longest until all parts fit into twenty seconds, or nothing can be halved."""
         per_image, sizes = seconds_per_step / config.training.batch, _sizes(config)
+        sizes["evaluate"] = min(sizes["evaluate"], held_out) or sizes["evaluate"]
         now = dict(sizes)
         try:
             while sum(costs := _costs(_resized(config, now), held_out, per_image)) > _AIM:
-                open_ones = {name: cost for name, cost in zip(now, costs) if now[name] // 2 >= _LEAST[name]}
+                open_ones = {name: cost for name, cost in zip(now, costs) if cost and now[name] // 2 >= _LEAST[name]}
                 if not open_ones:
                     break
                 now[max(open_ones, key=lambda name: open_ones[name])] //= 2
@@ -91,7 +92,7 @@ class Trial(NamedTuple):
         names = {"batch": "images in a batch", "preview": "in a preview", "steps": "sampling steps"}
         names["evaluate"] = "held-out images"
         changed = [f"{now[name]} of {sizes[name]} {what}" for name, what in names.items() if now[name] < sizes[name]]
-        return cls(_resized(config, now), sum(costs), ", ".join(changed))
+        return cls(_resized(config, now) if changed else config, sum(costs), ", ".join(changed))
 
 
 def check_dry_run(

@@ -72,10 +72,15 @@ def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> lis
     """Run all checks on a run folder without changing it; what cannot be checked is listed in run.skipped.
 
     The run may still be training. It generates `samples` images, which may be 0, on auto, cpu, cuda, cuda:1 or mps.
-    RequestError if it is not a run, its settings are unreadable, or there is no such device.
+    RequestError if it is not a run or an export of one, its settings are unreadable, or there is no such device.
     """
     config = folder.read_config()
     config.task.check_generates(str(folder.path), f"`unfog report {folder.path}` shows its losses and reconstructions")
+    saved, _ = checkpoint.list_checkpoints(folder.checkpoints)
+    if saved and saved[-1].is_weights_only:
+        raise RequestError(
+            f"{folder.path} is an export, which has no record of its training to check; `unfog evaluate` measures it"
+        )
     where = choose_device(device)
     record = RunRecord.read(folder.path, config, Heartbeat.read(folder.path))
     skipped: list[str] = []
