@@ -205,7 +205,7 @@ def means_of_pixels(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.avg_pool2d(x, 4)
 
 
-def posterior(run: unfog.Run, path: Path, noise: float = 5.0, draws: int = 5) -> Image.Image:
+def posterior(run: unfog.Run, path: Path, noise: float = 5.0, draws: int = 8, shown: int = 3) -> Image.Image:
     """Return held-out images, each with what was measured of it, draws from the posterior, their mean and deviation."""
     held_out = load_images(RunFolder(path).read_config(), StopSignals())[0].held_out
     labels, random, rows = held_out.labels, np.random.default_rng(0), []
@@ -218,9 +218,10 @@ def posterior(run: unfog.Run, path: Path, noise: float = 5.0, draws: int = 5) ->
         drawn = np.asarray(run.sample(draws, **given), np.float64)[..., 0]
         measured = observed[0].repeat(4, 0).repeat(4, 1)
         spread = drawn.std(0, ddof=1) / 64 * 255  # white from 64 of 255 levels on
-        shown = np.stack([measured, *drawn, drawn.mean(0), spread, truth[0]])
-        rows.append((CLOTHES.get(name, name), shown.round().clip(0, 255).astype(np.uint8)))
-    return table(rows, ["measured", *[f"draw {i + 1}" for i in range(draws)], "mean", "deviation", "truth"])
+        cells = np.stack([measured, *drawn[:shown], drawn.mean(0), spread, truth[0]])
+        rows.append((CLOTHES.get(name, name), cells.round().clip(0, 255).astype(np.uint8)))
+    page = table(rows, columns := ["measured", *[f"draw {i + 1}" for i in range(shown)], "mean", "deviation", "truth"])
+    return page.crop((LEFT - 80, 0, LEFT + len(columns) * (CELL + GAP), page.height))  # wide letters on a phone
 
 
 def main() -> None:

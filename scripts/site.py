@@ -32,8 +32,6 @@ OTHERS = {
     "benchmarks/speedrun/README.md": "project/speedrun.md",
 }
 _FENCED = re.compile(r"(^ *```.*?^ *```$)", re.M | re.S)
-# The language of a fence, and words after it, by which tests find it; Python-Markdown knows no fence with such words.
-_FENCE_WORDS = re.compile(r"^( *```\w+) .*", re.M)
 # A paragraph that begins with a system in bold, and the code below it.
 _SYSTEM = re.compile(r"^\*\*(\w+)\.?\*\*(?: (\(\w+\))\.)? (.+(?:\n.+)*)\n\n((?: {4}.*\n)+)\n?", re.M)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
@@ -48,7 +46,7 @@ def page_of(file: Path) -> str | None:
 
 
 def convert(text: str, file: Path) -> str:
-    """Return the text of a page of the site: links lead to other pages of it, fences have a language alone."""
+    """Return the text of a page of the site, with links to other pages of it."""
     here = Path(page_of(file) or "").parent
     source = addresses().get("Source")
 
@@ -65,8 +63,7 @@ def convert(text: str, file: Path) -> str:
             return "" if picture else shown if "`" in shown else f"{shown} (`{path.lstrip('./')}`)"
         return f"{picture}[{shown}]({os.path.relpath(page, here)}{hash}{anchor})"
 
-    parts = enumerate(_FENCED.split(text))
-    return "".join(_FENCE_WORDS.sub(r"\1", part, 1) if i % 2 else _LINK.sub(link, part) for i, part in parts)
+    return "".join(part if i % 2 else _LINK.sub(link, part) for i, part in enumerate(_FENCED.split(text)))
 
 
 def systems_as_tabs(text: str) -> str:

@@ -142,7 +142,7 @@ def test_steps_are_timed_after_the_first_and_compiling_pays_once_it_is_made_up_f
         return 9.0 if len(counts) == 1 else 0.5 * steps
 
     found = MEASURE(StepTime, run, 3.0)
-    assert found == (9.0, 0.5)
+    assert (found.first, found.step) == (9.0, 0.5)
     assert counts == [1, 1, 2, 2, 2]
     # Both have taken 1 + 0.5 n and 9 + 0.3 n seconds after n more steps: equal at n = 40.
     assert StepTime(9.0, 0.3).pays_from(StepTime(1.0, 0.5)) == pytest.approx(40)

@@ -28,6 +28,7 @@ from unfog.diffusion.noise import Cosine
 from unfog.errors import Interrupted, RequestError, install_command
 from unfog.models.settings import SIZES
 from unfog.process.run_folder import RunFolder
+from unfog.reporting.progress import Progress
 from unfog.values.image_format import Size
 
 pytestmark = pytest.mark.timeout(240)  # a request that is not refused would train for an hour
@@ -142,8 +143,9 @@ def here(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def refused(here, capsys):
+def refused(here, capsys, monkeypatch):
     """Run a command in this process; it must be refused as a request is, and leave nothing. Returns what was said."""
+    monkeypatch.setattr(Progress, "_print", lambda self, now: None)  # a busy machine takes the two seconds to a line
 
     def run(*words: object) -> str:
         before = everything(here)

@@ -1,4 +1,4 @@
-"""Pages for people: short sentences and cells, words without misspellings, a picture in each tutorial and how-to."""
+"""Pages for people: short sentences and cells, spelling, and a picture in each tutorial and how-to page."""
 
 import re
 import subprocess

@@ -159,26 +159,6 @@ def test_links_to_files_are_text_or_addresses_of_the_repository(builder, monkeyp
     )
 
 
-def test_fences_have_a_language_alone_on_the_site(builder):
-    text = '- x\n\n  ```python values\n  maps["a"](b)\n  ```\n\n```bash\nunfog docs\n```\n'
-    assert builder.convert(text, ROOT / "docs/export.md") == text.replace("python values", "python")
-
-
-def test_llms_txt_has_a_line_for_each_page_with_its_first_sentence(scripts_on_path, tmp_path):
-    from llms import llms_text
-
-    (tmp_path / "a").mkdir()
-    (tmp_path / "index.md").write_text("# Front\n\n![x](y.png)\n\nIt [draws](a/b.md#c) images. More.\n")
-    (tmp_path / "a/b.md").write_text("# Part\n\n| a |\n|---|\n\nSee\nhere:\n\n    code\n")
-    (tmp_path / "a/README.md").write_text("# Parts\n")
-    nav = [{"Start": ["index.md", {"More": ["a/b.md", "a/README.md"]}]}]
-    project = {"site_name": "Name", "site_description": "What", "nav": nav}
-    head, lines = "# Name\n\n> What\n\n## Start\n\n- [Front](", ": It draws images.\n- [Part]({0}a/b/): See here\n"
-    assert llms_text(project, tmp_path) == f"{head}./){lines.format('')}- [Parts](a/)\n"
-    there = llms_text(project | {"site_url": "https://host/site/"}, tmp_path)
-    assert there == f"{head}https://host/site/){lines.format('https://host/site/')}- [Parts](https://host/site/a/)\n"
-
-
 @pytest.mark.slow
 def test_the_site_is_built_and_served_without_another_machine():
     subprocess.run([sys.executable, "scripts/site.py"], cwd=ROOT, check=True, capture_output=True)
