@@ -70,6 +70,7 @@ def model_card(run: LoadedRun, settings: CardSettings) -> str:
         f"# {_escaped(title)}",
         f"An image diffusion model, trained with Unfog {__version__}: step "
         f"{run.step:,}, {_weights(run)} weights, as {_FORMATS.get(settings.format, settings.format)}.",
+        *_guide_section(run, settings.format),
         f"![Samples of the model]({GRID})\n\n*{_escaped(settings.grid)}*",
         f"## How to use it\n\n{settings.usage}",
         *_conditions_section(settings.conditions),
@@ -83,6 +84,16 @@ def model_card(run: LoadedRun, settings: CardSettings) -> str:
 
 def _weights(run: LoadedRun) -> str:
     return run.weights if run.ema is None else f"{run.weights} of width {run.ema:g}"
+
+
+def _guide_section(run: LoadedRun, kind: str) -> list[str]:
+    """Return a sentence on the guide that an export as a run lacks; [] if its run has none either."""
+    if kind != "run" or run.config.usual_guide == "none":
+        return []
+    return [
+        f"Samples of the run that it is of are guided by an earlier EMA (`guide = {run.config.usual_guide}`), which "
+        "this export lacks: its samples are not guided."
+    ]
 
 
 def _task(columns: Sequence[ColumnFacts]) -> str:
