@@ -85,6 +85,8 @@ def test_a_run_begins_with_the_weights_of_an_export_and_none_goes_on_from_it(han
         unfog.load(handed_on / "out", weights="raw")
     with pytest.raises(RequestError, match=r"no state of training .* --init"):
         unfog.resume(handed_on / "out")
+    with pytest.raises(RequestError, match="no record of its training"):
+        unfog.doctor(handed_on / "out")
 
 
 def test_damage_of_an_export_is_found(handed_on, tmp_path):
