@@ -7,8 +7,6 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from unfog.text import quote_word
-
 
 class UnfogError(Exception):
     """Base class; `exit_status` is the exit status of the command line."""
@@ -48,6 +46,8 @@ def install_command(extra: str) -> str:
     Its double quotes are understood by every shell, those of Windows among them.
     """
     from urllib.request import url2pathname  # slow to import
+
+    from unfog.text import quote_word  # not needed by `--help`
 
     try:
         origin = json.loads(distribution("unfog").read_text("direct_url.json") or "{}")

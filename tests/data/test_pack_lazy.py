@@ -501,7 +501,7 @@ def test_large_sets_are_decoded_once_if_that_pays(
     assert isinstance(few.train.pixels, LazyPixels)
     assert "100 of 300; --data.cache disk" in few.placement
     many = chosen(photos, to_draw=200)
-    assert many.placement.startswith("decoded once, for all runs: 0.1 MB decoded, in ")
+    assert many.placement.startswith("decoded once, for all runs: under 0.1 MB decoded, in ")
     found = chosen(photos, to_draw=1)  # once it is there, it is used
     assert (found.placement, found.train.fingerprint) == ("", many.train.fingerprint)
     assert not isinstance(found.train.pixels, LazyPixels)

@@ -245,7 +245,7 @@ def test_a_stream_is_stored_one_image_at_a_time() -> None:
 def test_a_run_on_objects_resumes_and_keeps_its_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = {"size": 8, "batch": 4, "lr": 1e-3, "network": TRANSFORMER, "preview": {"images": 1}}
-    with pytest.raises(RequestError, match="unknown setting"):  # before the images are asked for
+    with pytest.raises(RequestError, match="colour is not a setting"):  # before the images are asked for
         unfog.train((1 / 0 for _ in PILS), colour="red")
     run = unfog.train(((image, f"kind {i % 3}") for i, image in enumerate(PILS)), steps=1, **settings)
     assert run.path == Path("runs/images")
