@@ -102,7 +102,7 @@ def draw(page, dark: bool) -> None:
     """Draw pictures, and look at a step half-way; in the dark, paint over most of one, and draw that part anew."""
     state = "document.querySelector('unfog-playground').job"
     page.wait_for_selector(".controls button.accent")
-    page.locator("[aria-label=text] input").fill("thumbs up" if dark else "medium dark skin")
+    page.locator("[aria-label=Prompt] input").fill("thumbs up" if dark else "medium dark skin")
     page.click(".controls button.accent")
     until(page, f"{state}?.state === 'done'")
     if not dark:
@@ -121,7 +121,7 @@ def draw(page, dark: bool) -> None:
             page.mouse.move(x + width * side, y + height * (0.3 + 0.075 * row), steps=12)
     page.mouse.up()
     before = page.evaluate(f"{state}.job")
-    page.locator("[aria-label=text] input").fill("")
+    page.locator("[aria-label=Prompt] input").fill("")
     page.click(".controls button.accent")
     until(page, f"{state}.job !== {before} && {state}.state === 'done'")
     page.evaluate("scrollTo(0, 0)")
