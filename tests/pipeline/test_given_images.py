@@ -113,6 +113,10 @@ def test_an_array_file_has_one_image_or_several_and_gives_its_name(tmp_path):
     first, second = pictures(str(tmp_path / "two.npy"))
     assert [str(one).split("|")[0] for one in (first, second)] == ["two-0", "two-1"]
     assert np.array_equal(picture_of(str(second))[0], LABELS.T)
+    for count in (3, 4):  # not the channels of one picture
+        np.save(tmp_path / "many.npy", np.stack([LABELS, LABELS.T, LABELS, LABELS])[:count])
+        assert len(pictures(str(tmp_path / "many.npy"))) == count
+    assert len(pictures(str(tmp_path / "many.npy"), most=2)) == 2
     both = pictures(f"{tmp_path / 'plane.npy'},{tmp_path / 'two.npy'}")
     assert len(both) == 3
     (flags,) = pictures(str(tmp_path / "flags.npy"))

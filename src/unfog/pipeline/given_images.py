@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -102,8 +103,9 @@ def read_grid(config: Config, grid: ConditionGrid) -> ConditionGrid:
 def _each(facts: ColumnFacts, value: object, most: int) -> Sequence[_Given | Picture]:
     """Return the pictures that a value stands for, `most` at most. RequestError if it is another value."""
     name, found = facts.name, list[_Given | Picture]()
-    for one in _parts(name, value, _hidden(facts), IMAGE_KINDS[facts.kind].shape(facts)[0]):
-        found.extend([one] if isinstance(one, _Given | Picture) else _of_text(name, one, most))
+    channels = IMAGE_KINDS[facts.kind].shape(facts)[0]
+    for one in _parts(name, value, _hidden(facts), channels):
+        found.extend([one] if isinstance(one, _Given | Picture) else _of_text(name, one, channels, most))
         if len(found) >= most:
             break
     if not found:
@@ -149,18 +151,19 @@ def _plain(array: NDArray[Any]) -> NDArray[Any]:
     return array
 
 
-def _of_text(name: str, text: str, most: int) -> Iterator[_Given]:
+def _of_text(name: str, text: str, channels: int, most: int) -> Iterator[_Given]:
     """Yield the pictures of a file, of several with commas between them, or of a source."""
     path = Path(text).expanduser()
     if not path.exists() and "," in text:
         for part in text.split(","):
-            yield from _of_text(name, part.strip(), most)
+            yield from _of_text(name, part.strip(), channels, most)
     elif path.is_file() and path.suffix.lower() in SUFFIXES:
         yield _Given(path.stem, partial(open_image, path))
     elif text.startswith(PYTHON):
         raise RequestError(f"given {name!r}: a source in Python is not read here; give files or an array")
-    elif path.is_file() and (plane := _plane(path)) is not None:
-        yield _Given(path.stem, partial(np.array, plane))
+    elif path.is_file() and (array := _array(path)) is not None:
+        parts = [*islice(_of_array(name, array, channels), most)]
+        yield from (part._replace(name=f"{path.stem}-{part.name}" if len(parts) > 1 else path.stem) for part in parts)
     else:
         try:
             source = open_source(str(path) if path.exists() else text)
@@ -173,13 +176,13 @@ def _of_text(name: str, text: str, most: int) -> Iterator[_Given]:
             yield _Given(own if of_array else Path(source.names[i]).stem, partial(_read, source, i))
 
 
-def _plane(path: Path) -> NDArray[Any] | None:
-    """Return the image of a .npy file [H, W], mapped; None for all other files, which are sources."""
+def _array(path: Path) -> NDArray[Any] | None:
+    """Return the array of a .npy file of two or three axes, mapped; None for all other files, which are sources."""
     if path.suffix.lower() != ".npy":
         return None
     with suppress(OSError, ValueError):  # a source says what is wrong
         values = map_array(regular_file(path, path.parent, follow=True))
-        if isinstance(values, np.ndarray) and values.ndim == 2 and values.size and values.dtype.kind in "buif":
+        if isinstance(values, np.ndarray) and values.ndim in (2, 3) and values.size and values.dtype.kind in "buif":
             return values
     return None
 

@@ -27,7 +27,10 @@ def main(request: DocsRequest) -> int:
     """Serve the pages until Ctrl-C, and return the exit status."""
     site = Path(unfog.__file__).parent / "site"
     if not (site / "index.html").is_file():
-        raise RequestError(f"the site is not built here; run `make docs`, or read {manual('docs/guide.md')}")
+        name = request.page.strip("/").removeprefix("docs/").removesuffix(".md")
+        page = manual(f"docs/{name}.md")  # as it is, if there is no such page
+        read = page if name and Path(page).is_absolute() else manual("docs/guide.md")
+        raise RequestError(f"the site is not built here; run `make docs`, or read {read}")
     path = _path(site, request.page)
     try:
         server = ThreadingHTTPServer(("127.0.0.1", request.port), partial(_Handler, directory=str(site)))

@@ -71,7 +71,7 @@ def overfit_one_batch(
     settings = replace(settings, capture=False)  # the loss of each image is read in each step
     optimizer = replace(config.optimizer, warmup=20, schedule="constant")
     task = Task(batch, lambda pixels: (see(pixels), None), batch.loss)
-    with Progress("overfitting eight images, step", _MOST_STEPS) as progress:
+    with Progress("overfitting eight images, step", None) as progress:  # it ends by time, or once they are learned
         monitor = _OverfitMonitor(batch, progress, stop)
         train(LoopSettings(settings, optimizer), state, task, monitor)
     if stop():

@@ -42,7 +42,7 @@ class Playground extends View {
 	async start() {
 		await this.attempt(async () => {
 			this.runs = await this.data.runs();
-			this.run ||= this.runs[0]?.id;
+			this.run ||= [...this.runs].sort((a, b) => (a.age ?? Infinity) - (b.age ?? Infinity))[0]?.id; // written last
 			this.form = {...USUAL, ...JSON.parse(route().query.get("form") || "{}")};
 		});
 		await this.load();
