@@ -100,8 +100,12 @@ def test_own_network(photos, tmp_path, monkeypatch):
     assert Image.open(tmp_path / "run" / "first.png").size == (32, 32)
 
 
-def test_finetune_from_diffusers(run, photos, tmp_path, monkeypatch):
-    model = unfog.load(run).export(tmp_path / "model", format="diffusers")
+def test_finetune_from_diffusers(photos, tmp_path, monkeypatch):
+    from diffusers import UNet2DModel
+
+    model = tmp_path / "model"
+    blocks = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2, "norm_num_groups": 4}
+    UNet2DModel(sample_size=16, block_out_channels=(8, 16), layers_per_block=1, **blocks).save_pretrained(model)
     example(monkeypatch, "finetune_from_diffusers.py", model, photos, "--steps", 2, "--out", tmp_path / "fine")
     assert (tmp_path / "fine" / "diffusers" / "model_index.json").is_file()
 
