@@ -287,7 +287,7 @@ def write_posterior(folder: SampleFolder, config: Config, measurement: Measureme
     format, device = config.image_format, measurement.observation.observed.device
     errors, beyond = [], list[float]()
     for i in range(folder.count):
-        x0 = format.to_model(torch.from_numpy(folder.values(i).transpose(2, 0, 1)[None].copy()).to(device))
+        x0 = _as_input(config, folder.values(i)).to(device)
         errors.append(measurement.error(x0))
         beyond.append(max(_beyond_training(config, x0[0]), default=0.0))
     say(
@@ -317,6 +317,11 @@ def write_posterior(folder: SampleFolder, config: Config, measurement: Measureme
     )
 
 
+def _as_input(config: Config, values: NDArray[Any]) -> Tensor:
+    """Return an image [H, W, C] in the units of the source as the network's [1, C, H, W]."""
+    return config.image_format.to_model(torch.from_numpy(values.transpose(2, 0, 1)[None].copy()))
+
+
 def _beyond_training(config: Config, x0: Tensor) -> list[float]:
     """Return how far each channel of an image [C, H, W] leaves the training values, in their range; [] if not known.
 
@@ -336,7 +341,7 @@ def _warn_of_values(folder: SampleFolder, config: Config, beyond: Sequence[float
     """Warn of draws that leave the training values by these shares of their range."""
     number = int(np.argmax(beyond))
     draw = folder.values(number)
-    x0 = config.image_format.to_model(torch.from_numpy(draw.transpose(2, 0, 1)[None].copy()))[0]
+    x0 = _as_input(config, draw)[0]
     channel = int(np.argmax(_beyond_training(config, x0)))
     values = draw[..., channel][~x0[channel].isnan().numpy()]
     low, high = config.data.range_in_training[channel]

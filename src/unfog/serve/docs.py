@@ -27,9 +27,8 @@ def main(request: DocsRequest) -> int:
     """Serve the pages until Ctrl-C, and return the exit status."""
     site = Path(unfog.__file__).parent / "site"
     if not (site / "index.html").is_file():
-        name = request.page.strip("/").removeprefix("docs/").removesuffix(".md")
-        page = manual(f"docs/{name}.md")  # as it is, if there is no such page
-        read = page if name and Path(page).is_absolute() else manual("docs/guide.md")
+        page = manual(f"docs/{_name(request.page) or 'guide'}.md")
+        read = page if Path(page).is_absolute() else manual("docs/guide.md")  # there is no such page
         raise RequestError(f"the site is not built here; run `make docs`, or read {read}")
     path = _path(site, request.page)
     try:
@@ -51,7 +50,7 @@ def main(request: DocsRequest) -> int:
 def _path(site: Path, page: str) -> str:
     """Return the path of a page in an address. RequestError if there is no such page."""
     pages = {file.parent.relative_to(site).as_posix(): file for file in site.rglob("index.html")}
-    wanted = page.strip("/").removeprefix("docs/").removesuffix(".md") or "."
+    wanted = _name(page) or "."
     by_last = {name.rpartition("/")[2]: name for name in pages}
     found = wanted if wanted in pages else by_last.get(wanted)
     if found is None:
@@ -59,3 +58,8 @@ def _path(site: Path, page: str) -> str:
         hint = f"did you mean {near[0]}?" if near else "`unfog docs` opens the first page, which leads to all"
         raise RequestError(f"{page} is not a page of the documentation; {hint}")
     return "" if found == "." else f"{found}/"
+
+
+def _name(page: str) -> str:
+    """Return the name of a page, such as `extending/loss`, of that name or of a path such as docs/extending/loss.md."""
+    return page.strip("/").removeprefix("docs/").removesuffix(".md")

@@ -70,7 +70,7 @@ class Snapshot(NamedTuple):
 
     def publish(self, partial: Path, folder: Path, files: Mapping[str, FileEntry]) -> None:
         """Make files on disk a checkpoint: write the manifest and rename the folder. Raises OSError if that fails."""
-        text = json.dumps(_build_manifest(self, files), indent=2) + "\n"
+        text = _manifest_text(checkpoint.FORMAT if self.size == 1 else checkpoint.FORMAT_SHARDED, _facts(self), files)
         write_atomic(partial / checkpoint.MANIFEST, text.encode(), run_of(partial))
         # By the reader itself, before an older checkpoint goes.
         checkpoint.CheckpointInfo.read(partial)
@@ -188,27 +188,16 @@ def file_entries(files: Iterable[Path]) -> dict[str, FileEntry]:
 
 def write_weights_manifest(folder: Path, of: checkpoint.CheckpointInfo) -> None:
     """Make EMA weights in a folder a checkpoint that no run goes on from; step and measurements are those of `of`."""
-    manifest: dict[str, Any] = {
-        "format": checkpoint.FORMAT_WEIGHTS,
-        "step": of.step,
-        "images": of.images,
-        "anchor": False,
-        "for_best": False,
-        "held_out_loss": of.held_out_loss,
-        "chosen_by": of.chosen_by,
-        "value": of.value,
-        "measure": of.measure,
-        "made_on": of.made_on,
-        "files": file_entries([folder / checkpoint.EMA]),
-    }
-    text = json.dumps(manifest | {"sha256": checkpoint.manifest_digest(manifest)}, indent=2) + "\n"
+    facts = {name: getattr(of, name) for name in of._fields if name not in ("folder", "files")}
+    facts |= {"anchor": False, "for_best": False}  # neither is of use without a state to go back to
+    text = _manifest_text(checkpoint.FORMAT_WEIGHTS, facts, file_entries([folder / checkpoint.EMA]))
     write_atomic(folder / checkpoint.MANIFEST, text.encode(), run_of(folder))
 
 
-def _build_manifest(snapshot: Snapshot, files: Mapping[str, FileEntry]) -> dict[str, Any]:
+def _facts(snapshot: Snapshot) -> dict[str, Any]:
+    """Return the facts of a manifest besides its files: progress, measurements and the machine."""
     progress = snapshot.progress
-    manifest: dict[str, Any] = {
-        "format": checkpoint.FORMAT if snapshot.size == 1 else checkpoint.FORMAT_SHARDED,
+    return {
         "step": snapshot.step,
         "images": progress["seen"],
         "anchor": snapshot.anchor,
@@ -218,9 +207,13 @@ def _build_manifest(snapshot: Snapshot, files: Mapping[str, FileEntry]) -> dict[
         "value": progress["last"].get(best_metric(progress["keys"])),
         "measure": progress["keys"].get("measure", ""),
         "made_on": snapshot.made_on,
-        "files": dict(sorted(files.items())),
     }
-    return manifest | {"sha256": checkpoint.manifest_digest(manifest)}
+
+
+def _manifest_text(format: int, facts: Mapping[str, Any], files: Mapping[str, FileEntry]) -> str:
+    """Return the text of a manifest: facts on the checkpoint, its files, and a digest of both."""
+    manifest = {"format": format, **facts, "files": dict(sorted(files.items()))}
+    return json.dumps(manifest | {"sha256": checkpoint.manifest_digest(manifest)}, indent=2) + "\n"
 
 
 def _errno_of(text: str) -> int:
