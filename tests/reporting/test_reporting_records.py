@@ -15,9 +15,9 @@ import pytest
 from unfog.files.safe_files import write_atomic
 from unfog.reporting import records  # counts the lines that are parsed
 from unfog.reporting.log_settings import Log
-from unfog.reporting.progress import format_bytes
 from unfog.reporting.recorder import Recorder, _trend  # its clock is set back; the word after the loss
 from unfog.reporting.records import Events, Metrics, read_events, read_metrics
+from unfog.text import format_bytes
 from waiting import wait_until
 
 WRITER = """

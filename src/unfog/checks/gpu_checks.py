@@ -25,9 +25,9 @@ from unfog.planning.timing import StepTime, TrialTraining, differing_tensors, ra
 from unfog.process.device import architecture, available_memory, choose_device, synchronize, total_memory, unused_gpu
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding, Severity
-from unfog.reporting.progress import Progress, format_bytes, format_number
+from unfog.reporting.progress import Progress, format_number
 from unfog.settings import is_auto
-from unfog.text import plural, sanitize
+from unfog.text import format_bytes, plural, sanitize
 from unfog.training.distributed.world import SINGLE_PROCESS
 from unfog.training.precision import gpu_has_bf16
 from unfog.training.updates.updater import why_not_masked

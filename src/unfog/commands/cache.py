@@ -7,7 +7,8 @@ import time
 from unfog.config.requests.cache import CacheRequest
 from unfog.files.cache_folder import CacheEntry, cache_folder, cache_limit, clear_cache, make_room
 from unfog.process.run_folder import printable
-from unfog.reporting.progress import format_bytes, format_duration, plural, print_result, say, warn
+from unfog.reporting.progress import format_duration, print_result, say, warn
+from unfog.text import format_bytes, plural
 
 
 def _cache_lines(entries: list[CacheEntry]) -> list[str]:

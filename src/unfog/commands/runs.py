@@ -13,8 +13,8 @@ from unfog.config.validate import reason_of
 from unfog.errors import RequestError
 from unfog.files.safe_files import disk_usage, remove_tree
 from unfog.process.run_status import RunStatus, broken_checkpoints, find_runs, prometheus_text
-from unfog.reporting.progress import align_columns, format_bytes, format_duration, plural, print_result, say, warn
-from unfog.text import sanitize
+from unfog.reporting.progress import align_columns, format_duration, print_result, say, warn
+from unfog.text import format_bytes, plural, sanitize
 
 _HEAD = ("run", "state", "step", "best", "disk", "age")
 

@@ -29,9 +29,9 @@ from unfog.files.locks import LOCK
 from unfog.models.autoencoder_settings import check_multiple
 from unfog.models.settings import Architecture
 from unfog.reporting.log_settings import check_installed
-from unfog.reporting.progress import plural, say
+from unfog.reporting.progress import say
 from unfog.settings import is_auto
-from unfog.text import sanitize
+from unfog.text import plural, sanitize
 from unfog.values.image_format import scaled, sides_of, size_of
 from unfog.values.kinds.image_kinds import IMAGE_KINDS, image_columns
 

@@ -16,8 +16,8 @@ from unfog.evaluation.features import PixelSource
 from unfog.evaluation.judged_kinds import FEWEST, ConditionScore
 from unfog.inference.obeyed_conditions import MOST_REAL, in_parts
 from unfog.models.pretrained.image_text import ImageTextModel
-from unfog.reporting.progress import Progress, plural
-from unfog.text import sanitize
+from unfog.reporting.progress import Progress
+from unfog.text import plural, sanitize
 from unfog.values.columns import Column
 from unfog.values.condition_kinds import ColumnFacts, kind_of
 from unfog.values.tokenizer import tokenizer_of

@@ -24,8 +24,9 @@ from unfog.evaluation.metrics import MetricResult, check_count, compare_features
 from unfog.evaluation.pixel_metrics import PIXEL_METRICS, compare_pixels, radial_spectrum
 from unfog.evaluation.value_metrics import Curve, MeasuredSamples, RealImages
 from unfog.reporting.charts import line_chart
-from unfog.reporting.progress import Progress, plural
+from unfog.reporting.progress import Progress
 from unfog.settings import is_auto
+from unfog.text import plural
 from unfog.training.distributed.world import SINGLE_PROCESS, World
 from unfog.values.image_format import CHANNELS, describe_channels
 from unfog.values.unknown import UnknownValues

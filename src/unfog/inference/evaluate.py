@@ -69,9 +69,9 @@ from unfog.process.machine_key import machine_key
 from unfog.process.signals import StopSignals
 from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.image_grids import Pixels
-from unfog.reporting.progress import Progress, format_bytes, format_duration, plural, say
+from unfog.reporting.progress import Progress, format_duration, say
 from unfog.settings import is_auto
-from unfog.text import manual, sanitize
+from unfog.text import format_bytes, manual, plural, sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World, init_world
 from unfog.values.buckets import share_samples

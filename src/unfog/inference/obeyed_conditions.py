@@ -27,7 +27,8 @@ from unfog.evaluation.judged_kinds import JUDGED, ConditionScore, JudgedKind, Re
 from unfog.files.cache_folder import cache_folder, hold, make_room, release
 from unfog.files.safe_files import tensor_file, write_atomic
 from unfog.inference.true_images import compared_columns
-from unfog.reporting.progress import Progress, plural
+from unfog.reporting.progress import Progress
+from unfog.text import plural
 from unfog.values.columns import Column
 from unfog.values.condition_format import ConditionFormat
 from unfog.values.condition_kinds import ColumnFacts

@@ -36,8 +36,8 @@ from unfog.pipeline.measurement import MeasureInput, Measurement, ObservedInput,
 from unfog.process.device import available_memory
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.notebook import table
-from unfog.reporting.progress import plural, warn
-from unfog.text import format_bytes, sanitize
+from unfog.reporting.progress import warn
+from unfog.text import format_bytes, plural, sanitize
 from unfog.training.precision import DTYPES
 from unfog.values.columns import CLASS
 from unfog.values.condition_format import Given

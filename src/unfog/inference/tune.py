@@ -23,8 +23,9 @@ from unfog.inference.run import Run
 from unfog.pipeline.generate import GenerationSettings, conditional_denoiser
 from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.notebook import preformatted
-from unfog.reporting.progress import Progress, plural, say
+from unfog.reporting.progress import Progress, say
 from unfog.reporting.records import Events
+from unfog.text import plural
 
 _BUILT_IN = tuple(grid for grid in get_args(Grid) if grid != "tuned")
 _MANY_STEPS = 128

@@ -34,7 +34,8 @@ from unfog.models.autoencoder_settings import CONFIG, OURS, WEIGHTS, Autoencoder
 from unfog.process.device import choose_device
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.process.signals import StopSignals
-from unfog.reporting.progress import Progress, plural, say, warn
+from unfog.reporting.progress import Progress, say, warn
+from unfog.text import plural
 from unfog.training.checkpoints.snapshot import sync
 from unfog.values.image_format import StoredValues
 

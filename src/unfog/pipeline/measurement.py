@@ -27,7 +27,8 @@ from unfog.files.safe_files import read_file, regular_file
 from unfog.pipeline.generate import samples_show_unknown, with_legend
 from unfog.pipeline.sample_folder import SampleFolder
 from unfog.reporting.image_grids import grid
-from unfog.reporting.progress import plural, say, warn
+from unfog.reporting.progress import say, warn
+from unfog.text import plural
 
 MeasureInput = str | PathLike[str] | Callable[[Tensor], Tensor]
 ObservedInput = str | PathLike[str] | NDArray[Any] | Tensor

@@ -16,8 +16,9 @@ from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
-from unfog.reporting.progress import Progress, format_bytes, format_duration, plural, say, warn
+from unfog.reporting.progress import Progress, format_duration, say, warn
 from unfog.settings import AUTO, is_auto
+from unfog.text import format_bytes, plural
 from unfog.values.columns import columns_digest
 
 

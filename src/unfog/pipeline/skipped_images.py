@@ -15,10 +15,9 @@ from unfog.data.dataset import Dataset, ImageSet, skipped_images
 from unfog.data.lazy import remote_shards_of
 from unfog.files.safe_files import read_file, write_atomic
 from unfog.process.run_folder import RunFolder
-from unfog.reporting.progress import plural
 from unfog.reporting.recorder import Recorder
 from unfog.settings import is_auto
-from unfog.text import sanitize, valid_text
+from unfog.text import plural, sanitize, valid_text
 from unfog.values.columns import columns_digest, without_class
 
 DATA_FILE = "data.json"

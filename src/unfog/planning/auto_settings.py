@@ -21,8 +21,9 @@ from unfog.planning.intervals import Changes, Choice, choose_intervals, open_int
 from unfog.planning.microbatch import Machine, MicrobatchChoice
 from unfog.planning.timing import StepTime, forward_passes, measure_step
 from unfog.process.device import choose_gpu, unused_gpu
-from unfog.reporting.progress import format_bytes, format_duration, plural
+from unfog.reporting.progress import format_duration
 from unfog.settings import AUTO, is_auto
+from unfog.text import format_bytes, plural
 from unfog.training.learning_rate import FINE_TUNING_FACTOR, default_learning_rate
 from unfog.training.precision import default_memory_format, default_precision
 from unfog.training.settings import USUAL_BATCH, MemoryFormat, PrecisionName

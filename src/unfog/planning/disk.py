@@ -16,7 +16,7 @@ from unfog.errors import RequestError
 from unfog.pipeline.build import build_network
 from unfog.process.run_folder import next_folder
 from unfog.reporting.findings import Finding
-from unfog.reporting.progress import format_bytes
+from unfog.text import format_bytes
 from unfog.training.checkpoints.writer import free_bytes
 from unfog.training.precision import Precision
 from unfog.training.settings import MAX_EMA_SNAPSHOTS, Checkpoint, EmaSnapshots

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from unfog.config.schema import Config
 from unfog.pipeline.build import build_network
 from unfog.planning.disk import snapshot_bytes
-from unfog.reporting.progress import format_bytes, plural
 from unfog.settings import is_auto
+from unfog.text import format_bytes, plural
 from unfog.training.checkpoints.writer import free_bytes
 
 _SNAPSHOTS = 24  # of a run: an EMA 0.3 to 2 times as wide is rebuilt from so many to within 0.1%

@@ -17,9 +17,8 @@ from unfog.planning.flops import Device
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.memory_recorder import CUDA_CONTEXT, CUDNN_WORKSPACE, ONEDNN_HALF
 from unfog.process.device import available_memory, total_memory
-from unfog.reporting.progress import format_bytes, plural
 from unfog.settings import is_auto
-from unfog.text import manual
+from unfog.text import format_bytes, manual, plural
 from unfog.training.distributed.process_group import local_world_size, processes_per_gpu
 from unfog.values.condition_format import TEXT_HEAD, ConditionFormat
 

@@ -29,9 +29,9 @@ from unfog.process.signals import StopSignals
 from unfog.process.torch_flags import caller_flags_kept
 from unfog.reporting.findings import Finding
 from unfog.reporting.notebook import preformatted
-from unfog.reporting.progress import format_bytes, format_duration, plural
+from unfog.reporting.progress import format_duration
 from unfog.reporting.records import json_values
-from unfog.text import LEAST_SHOWN
+from unfog.text import LEAST_SHOWN, format_bytes, plural
 from unfog.training.stability.out_of_memory import microbatch_size
 
 _LONG = 30 * 86400.0  # seconds from which on a plan warns

@@ -31,8 +31,9 @@ from unfog.pipeline.build import (
 from unfog.pipeline.generate import GenerationSettings, sample_calls
 from unfog.planning.flops import TimeRange
 from unfog.process.device import synchronize
-from unfog.reporting.progress import Progress, plural
+from unfog.reporting.progress import Progress
 from unfog.settings import AUTO, is_auto
+from unfog.text import plural
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 from unfog.training.precision import DTYPES, drawing_precision

@@ -21,8 +21,6 @@ from rich.text import Text
 
 from unfog.files import locks
 from unfog.reporting.notebook import LiveText
-from unfog.text import format_bytes as format_bytes
-from unfog.text import plural as plural
 
 _REDRAW = 0.2  # seconds between two drawings of a live line
 _BAR = 16  # characters

@@ -32,7 +32,7 @@ from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import DRY_RUN, Finding
 from unfog.reporting.log_settings import Log
-from unfog.reporting.progress import Progress, format_bytes, format_duration, plural
+from unfog.reporting.progress import Progress, format_duration
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.evaluation_hook import MIN_SAMPLES, TRIAL_SAMPLES
 from unfog.runs.ranks import RunContext
@@ -40,6 +40,7 @@ from unfog.runs.replay import differing_tensors, replay_newest
 from unfog.runs.resume import find_resume_point
 from unfog.runs.session import Session
 from unfog.runs.train import open_session, train_session
+from unfog.text import format_bytes, plural
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.writer import free_bytes
 from unfog.training.settings import Evaluate

@@ -24,7 +24,8 @@ from unfog.pipeline.sample_folder import SampleFolder
 from unfog.process.machine_key import machine_key
 from unfog.process.run_folder import RunFolder, unused_path
 from unfog.reporting.image_grids import Pixels, captioned_grid, grid, save_png, with_caption
-from unfog.reporting.progress import Progress, plural, say
+from unfog.reporting.progress import Progress, say
+from unfog.text import plural
 from unfog.values.buckets import share_samples
 from unfog.values.kinds.image_kinds import image_columns
 

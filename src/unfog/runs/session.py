@@ -34,7 +34,7 @@ from unfog.process.run_folder import RunFolder
 from unfog.reporting.channel_sheets import FOLDER as CHANNELS
 from unfog.reporting.findings import Finding
 from unfog.reporting.image_grids import encode_png
-from unfog.reporting.progress import format_duration, plural, say, warn
+from unfog.reporting.progress import format_duration, say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import LENGTH_EVENT, PAUSE_EVENT, read_events
 from unfog.reporting.report import write_report
@@ -43,7 +43,7 @@ from unfog.runs.previews import Previews
 from unfog.runs.ranks import RunContext, StoppableHooks, say_what_resume_promises, watch_outages
 from unfog.runs.saver import Saver
 from unfog.runs.time_budget import PlanNotices, TimeBudget, resume_length
-from unfog.text import without_secrets
+from unfog.text import plural, without_secrets
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import load_checkpoint, read_state
 from unfog.training.checkpoints.writer import ShardStatusStore

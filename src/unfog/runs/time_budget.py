@@ -11,8 +11,9 @@ from unfog.config.schema import Config
 from unfog.errors import RequestError
 from unfog.planning.pace import CallTimes, Pace
 from unfog.planning.timing import forward_passes, repetitions
-from unfog.reporting.progress import format_duration, plural, warn
+from unfog.reporting.progress import format_duration, warn
 from unfog.reporting.records import LENGTH_EVENT, Row
+from unfog.text import plural
 from unfog.training.length import NO_LIMIT, Length, LengthPlan
 from unfog.training.loop import Intervals
 

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.reporting.findings import Finding, format_share
-from unfog.reporting.progress import plural
-from unfog.text import sanitize
+from unfog.text import plural, sanitize
 from unfog.values.columns import CLASS, Column, without_class
 from unfog.values.condition_format import TEXT
 from unfog.values.condition_kinds import kind_of

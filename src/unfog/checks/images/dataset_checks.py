@@ -20,8 +20,7 @@ from unfog.data.scan import common_aspect, size_of_aspect
 from unfog.data.sources.labels import SPLITS
 from unfog.reporting.charts import bar_chart, histogram
 from unfog.reporting.findings import Figure, Finding, Severity, format_percent, format_share, list_names
-from unfog.reporting.progress import plural
-from unfog.text import sanitize
+from unfog.text import plural, sanitize
 from unfog.values.columns import CLASS
 from unfog.values.image_format import ImageFormat, Size, sides_of, size_of
 

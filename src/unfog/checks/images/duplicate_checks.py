@@ -26,7 +26,7 @@ from unfog.checks.images.image_scan import (
     thumbnails,
 )
 from unfog.reporting.findings import Finding, Severity, format_percent, format_share, list_names
-from unfog.reporting.progress import plural
+from unfog.text import plural
 
 _EQUAL, _RESAVED, _LEAKED = 0.01, 0.02, 0.02  # shares of images from which each kind is a warning
 _REASON = "images that occur several times are memorized first"

@@ -24,7 +24,7 @@ from unfog.diffusion.target import EdmF
 from unfog.diffusion.weighting import Edm
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Figure, Finding, Severity, format_percent, format_share, list_names
-from unfog.reporting.progress import plural
+from unfog.text import plural
 from unfog.values.image_format import channel_names, in_colour
 
 # Limits that keep the quick check within a fraction of a second.

@@ -14,10 +14,10 @@ from unfog.data.settings import Data
 from unfog.planning.intervals import round_down_to_125
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Figure, Finding, Severity
-from unfog.reporting.progress import format_duration, plural
+from unfog.reporting.progress import format_duration
 from unfog.reporting.records import finite_number, smoothed
 from unfog.settings import is_auto
-from unfog.text import without_secrets
+from unfog.text import plural, without_secrets
 from unfog.training.statistics import batch_advice
 from unfog.training.statistics import noise_scale as ratio_of_means
 

@@ -14,8 +14,8 @@ from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.evaluation.held_out import LossAt, fixed_losses
 from unfog.reporting.charts import Floats, line_chart
 from unfog.reporting.findings import Figure, Finding, Severity
-from unfog.reporting.progress import plural
 from unfog.reporting.records import finite_column, finite_number, json_values
+from unfog.text import plural
 from unfog.training.settings import FixedEma, PowerEma
 from unfog.values.conditions import Conditions
 

@@ -42,9 +42,9 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.charts import Floats
 from unfog.reporting.findings import Figure, Finding
 from unfog.reporting.image_grids import Pixels
-from unfog.reporting.progress import Progress, format_duration, plural
+from unfog.reporting.progress import Progress, format_duration
 from unfog.reporting.records import UNBEGUN, run_state
-from unfog.text import sanitize
+from unfog.text import plural, sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import load_weights, read_state
 from unfog.training.settings import Custom

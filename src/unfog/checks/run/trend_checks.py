@@ -14,9 +14,9 @@ from unfog.checks.run.run_record import RunRecord
 from unfog.checks.settings.length_checks import format_count, recognisable_from
 from unfog.reporting.charts import Floats, line_chart
 from unfog.reporting.findings import Figure, Finding, Severity
-from unfog.reporting.progress import format_number, plural
+from unfog.reporting.progress import format_number
 from unfog.reporting.records import LENGTH_EVENT, Row, finite_number, smoothed
-from unfog.text import without_secrets
+from unfog.text import plural, without_secrets
 
 # Fewest lines of metrics that show a trend.
 _FEW = 6

@@ -10,7 +10,8 @@ from unfog.config.schema import Config
 from unfog.models.network_settings import NetworkSettings
 from unfog.models.settings import UNet
 from unfog.reporting.findings import Finding
-from unfog.reporting.progress import format_number, plural
+from unfog.reporting.progress import format_number
+from unfog.text import plural
 from unfog.training.learning_rate import REFERENCE_BATCH, default_learning_rate
 from unfog.training.settings import Custom, EmaSchedule, Muon, OptimizerKind
 

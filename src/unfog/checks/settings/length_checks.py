@@ -11,7 +11,8 @@ from typing import NamedTuple
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.reporting.findings import Figure, Finding
-from unfog.reporting.progress import format_duration, format_number, plural
+from unfog.reporting.progress import format_duration, format_number
+from unfog.text import plural
 
 # Epochs after which a small set is memorized; DDPM's CIFAR-10, 50,000 images with dropout, had 2,048.
 _MANY_EPOCHS = 2000

@@ -14,7 +14,8 @@ from unfog.planning.disk import disk_space_needed
 from unfog.planning.flops import matmul_seconds
 from unfog.planning.timing import forward_passes, repetitions
 from unfog.reporting.findings import Finding
-from unfog.reporting.progress import format_bytes, format_duration, format_number, plural
+from unfog.reporting.progress import format_duration, format_number
+from unfog.text import format_bytes, plural
 from unfog.training.checkpoints.writer import free_bytes
 from unfog.training.precision import DTYPES, gpu_has_bf16
 

@@ -20,9 +20,8 @@ from typing import Any
 from unfog.files.safe_files import LARGEST_TEXT, list_folder, read_file
 from unfog.files.seals import MACHINE_KEY, is_sealed, stored_key
 from unfog.reporting.charts import as_file, curve_chart
-from unfog.reporting.progress import format_bytes
 from unfog.reporting.records import LARGEST, Row, finite_number, flatten
-from unfog.text import without_secrets
+from unfog.text import format_bytes, without_secrets
 
 _TROUBLES = (
     *("warning", "overfitting", "step_refused", "rolled_back", "out_of_memory", "passed_over", "quarantined"),
