@@ -13,7 +13,7 @@ import "./playground_blind_comparison.js";
 const USUAL = {n: 8, seed: 0};
 const VIEWS = {x0: "guess of the image", x: "noisy state"};
 const WAIT = 250; // ms that a slider rests before it draws
-const two = (number) => String(Number(number.toPrecision(2)));
+const two = (x) => +x.toPrecision(2);
 
 // Drawings of an answer, which may be older than those known here: newer drawings stay, and so do those that have ended.
 function joined(known, answer) {
@@ -42,7 +42,7 @@ class Playground extends View {
 	async start() {
 		await this.attempt(async () => {
 			this.runs = await this.data.runs();
-			this.run ||= [...this.runs].sort((a, b) => (a.age ?? Infinity) - (b.age ?? Infinity))[0]?.id; // written last
+			this.run ||= this.runs[0]?.id;
 			this.form = {...USUAL, ...JSON.parse(route().query.get("form") || "{}")};
 		});
 		await this.load();
@@ -353,7 +353,7 @@ class Playground extends View {
 				${found ? html`<figure>${[...Array(copies.shown).keys()].map((k) => tile(this.sheets, `${job.job}/nearest.webp`, i * copies.shown + k, job.pictures * copies.shown, `Training image ${k + 1} nearest to picture ${i + 1}`, Math.max(1, Math.floor(96 / size)), copies.shown))}<figcaption>nearest training images</figcaption></figure>` : ""}
 				${job.edit?.mask && job.pictures > 1 ? html`<figure>${tile(this.sheets, `${job.job}/disagreement.webp`, 0, 1, "Where the fillings disagree: bright is most", scale)}<figcaption>where the ${job.pictures} fillings disagree</figcaption></figure>` : ""}</div>
 			${kept ? html`<p class=${kept.equal ? "kept" : "error"}>${kept.equal ? `✓ Checked: all ${count(kept.pixels)} kept pixels are equal to the bit in every filling.` : "✕ Kept pixels differ: this is a bug."}</p>` : ""}
-			${found ? html`<p>${found.copy ? "This is a copy" : "This is not a copy"}: the nearest of ${count(copies.searched)} training images is at ${two(found.ratio)} of the distance of the next ones (1: no nearer). A copy is below ${two(copies.limit)}${copies.limit < copies.usual ? `, not ${copies.usual}, as your images are alike` : ""}. ${copies.unseen.count} ${copies.unseen.what} are at ${two(copies.unseen.ratio)}.</p>` : ""}
+			${found ? html`<p>This is ${found.copy ? "" : "not "}a copy: the nearest of ${count(copies.searched)} training images is at ${two(found.ratio)} of the distance of the next ones (1: no nearer). A copy is below ${two(copies.limit)}${copies.limit < copies.usual ? `, not ${copies.usual}, as your images are alike` : ""}. ${copies.unseen.count} ${copies.unseen.what} are at ${two(copies.unseen.ratio)}.</p>` : ""}
 			${copies?.state === "failed" ? html`<p class="error">${copies.error}</p>` : ""}
 			${job.pictures ? html`<div class="bar">${job.has_channels ? "" : html`<button @click=${() => this.take(false)}>Variations</button><button @click=${() => this.take(true)}>Paint into it</button>`}
 				<button ?disabled=${Boolean(copies) || job.has_channels} @click=${() => this.attempt(async () => (this.job = await this.data.post(`api/draw/${job.job}/copies`, {})))}>${copies?.state === "waiting" ? "Searching …" : "Is it a copy?"}</button>
