@@ -265,7 +265,7 @@ class TimeBudget:
 
 
 class PlanNotices:
-    """Notices of plans: notable changes alone, and not often, as the first paces are rough.
+    """Sentences on the plan of a run: of notable changes alone, each half minute at most, as the first paces are rough.
 
     Attributes:
         clock: returns the time in seconds.

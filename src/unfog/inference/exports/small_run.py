@@ -94,7 +94,7 @@ def _other_width(run: LoadedRun, network: nn.Module) -> float | None:
 
 
 def _half(tensor: Tensor) -> Tensor:
-    """Return a tensor in 16 bits, if its values are in their range."""
+    """Return a tensor as float16; unchanged if it has integers, or values too large for that."""
     half = tensor.half()
     return half if tensor.is_floating_point() and bool(half.isfinite().all()) else tensor
 

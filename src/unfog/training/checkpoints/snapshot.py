@@ -187,7 +187,7 @@ def file_entries(files: Iterable[Path]) -> dict[str, FileEntry]:
 
 
 def write_weights_manifest(folder: Path, of: checkpoint.CheckpointInfo) -> None:
-    """Make EMA weights in a folder a checkpoint that no run goes on from; step and measurements are those of `of`."""
+    """Write the manifest of a folder of EMA weights alone; step and measurements are those of the checkpoint `of`."""
     facts = {name: getattr(of, name) for name in of._fields if name not in ("folder", "files")}
     facts |= {"anchor": False, "for_best": False}  # neither is of use without a state to go back to
     text = _manifest_text(checkpoint.FORMAT_WEIGHTS, facts, file_entries([folder / checkpoint.EMA]))
