@@ -156,18 +156,27 @@ SYMPTOMS = {
         "--guidance 1.5, the default",
         ("unfog train fashion --init zoo/fashion --steps 10 --batch 16 --guidance 12 --out runs/guidance",),
         "unfog sample runs/guidance",
-        "unfog sample runs/guidance --guidance 1.5",
+        ZOO,
         "unfog doctor runs/guidance",
-        ("run.tint", "run.contrast", "run.saturated"),
+        ("settings.guidance",),
     ),
     "steps": Symptom(
         "--steps 2",
         "--steps 20, the default",
         ("unfog train fashion --init zoo/fashion --steps 10 --batch 16 --sampler.steps 2 --out runs/steps",),
         "unfog sample runs/steps",
-        "unfog sample runs/steps --steps 20",
+        ZOO,
         "unfog doctor runs/steps",
-        ("run.blank_samples", "run.detail"),
+        ("settings.sampler", "run.detail"),
+    ),
+    "average": Symptom(
+        "--ema power:width=0.28",
+        "--weights raw, the same run",
+        (f"unfog train letters {SMALL} --ema power:width=0.28 --steps 200 --batch 16 --out runs/average",),
+        "unfog sample runs/average",
+        "unfog sample runs/average --weights raw",
+        "unfog doctor runs/average",
+        ("run.ema_behind",),
     ),
     "mirrored": Symptom(
         "--flip",
@@ -282,7 +291,7 @@ def sheet(sides: Iterable[tuple[str, list[Image.Image]]]) -> Image.Image:
     page = Image.new("RGB", (len(sides) * wide - 5 * GAP, TOP + COUNT // ACROSS * step - GAP), PAPER)
     draw, font = ImageDraw.Draw(page), ImageFont.load_default(15)
     for side, (title, shown) in enumerate(sides):
-        draw.text((side * wide, TOP / 2), title, INK, font, anchor="lm")
+        draw.text((side * wide + 2, TOP / 2), title, INK, font, anchor="lm")
         for i, image in enumerate(shown):
             scale = CELL / max(image.size)
             cell = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.NEAREST)
