@@ -17,6 +17,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -244,8 +245,8 @@ SYMPTOMS = {
         ),
         "unfog sample runs/copies",
         "few nearest",
-        "unfog doctor runs/copies",
-        ("run.memorised", "run.overfitting"),
+        "unfog doctor few --quick",
+        ("data.count",),
     ),
 }
 
@@ -302,16 +303,18 @@ def sheet(sides: Iterable[tuple[str, list[Image.Image]]]) -> Image.Image:
 
 
 def findings(symptom: Symptom, folder: Path, out: str) -> list[str]:
-    """Run the doctor, and return the command and its findings as lines of at most COLUMNS letters."""
-    run(f"{symptom.asked} --out {out}", folder)
+    """Run the doctor, and return the command, its warnings and its findings as lines of at most COLUMNS letters."""
+    shutil.rmtree(folder / out, ignore_errors=True)
+    printed = run(f"{symptom.asked} --out {out}", folder)
     found = json.loads((folder / out / "findings.json").read_text(encoding="utf-8"))["findings"]
-    kept = [one for one in found if one["code"] in symptom.codes and one["severity"] != "fine"]
+    said = [line for line in printed.splitlines() if line.startswith("warning: ")]
+    for one in found:
+        if one["code"] in symptom.codes and one["severity"] != "fine":
+            said.append(f"{one['severity']}: {one['evidence']}" + f"; {one['remedy']}" * bool(one["remedy"]))
+    wrapped = partial(textwrap.wrap, width=COLUMNS, initial_indent="  ", subsequent_indent="    ")
     lines = [f"$ {symptom.asked}"]
-    for one in kept:
-        said = f"{one['severity']}: {one['evidence']}" + f"; {one['remedy']}" * bool(one["remedy"])
-        lines += textwrap.wrap(
-            said, COLUMNS, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False, break_long_words=False
-        )
+    for each in said:
+        lines += wrapped(each, break_on_hyphens=False, break_long_words=False)
     return lines
 
 
