@@ -245,7 +245,7 @@ SYMPTOMS = {
         ),
         "unfog sample runs/copies",
         "few nearest",
-        "unfog doctor few --quick",
+        "unfog doctor few --batch 8 --quick",
         ("data.count",),
     ),
 }
@@ -305,7 +305,7 @@ def sheet(sides: Iterable[tuple[str, list[Image.Image]]]) -> Image.Image:
 def findings(symptom: Symptom, folder: Path, out: str) -> list[str]:
     """Run the doctor, and return the command, its warnings and its findings as lines of at most COLUMNS letters."""
     shutil.rmtree(folder / out, ignore_errors=True)
-    printed = run(f"{symptom.asked} --out {out}", folder)
+    printed = run(f"{symptom.asked} --out {out}", folder, statuses=(0, 2))  # 2: a finding is fatal
     found = json.loads((folder / out / "findings.json").read_text(encoding="utf-8"))["findings"]
     said = [line for line in printed.splitlines() if line.startswith("warning: ")]
     for one in found:
