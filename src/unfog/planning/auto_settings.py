@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +22,7 @@ from unfog.planning.intervals import Changes, Choice, choose_intervals, open_int
 from unfog.planning.microbatch import Machine, MicrobatchChoice
 from unfog.planning.timing import StepTime, forward_passes, measure_step
 from unfog.process.device import choose_gpu, unused_gpu
-from unfog.reporting.progress import format_duration
+from unfog.reporting.progress import format_duration, warn
 from unfog.settings import AUTO, is_auto
 from unfog.text import format_bytes, plural
 from unfog.training.learning_rate import FINE_TUNING_FACTOR, default_learning_rate
@@ -44,6 +45,10 @@ _CAPTURES_BY_ITSELF = True
 _COMPILES_BY_ITSELF = False
 _COMPILE_SECONDS = 0.08  # for each operation of a step: some 90 s for `cifar10`. Estimated.
 _LONG = 4  # times as many steps as a compiled run needs to be ahead
+
+# Share of a time budget from which on the start is warned of; steps below which a budget is short, and those of a
+# longer one that is named: a loss is seen to fall, but no more.
+_LONG_START, _FEW_STEPS, _LEAST_STEPS = 0.75, 20, 200
 
 
 class AutoSettings:
@@ -326,6 +331,7 @@ class AutoSettings:
             if not left:
                 reason = f"{budget} is used up, as the start took {format_duration(spent)}; one step is trained"
             self._note("images", max(images, training.batch), reason)
+            _warn_of_short_budget(budget, spent, pace, (images - seen) // training.batch)
         steps = max(1, -(-images // training.batch))
         if steps * training.batch < seen:
             raise RequestError(
@@ -415,6 +421,24 @@ class AutoSettings:
 
     def _note(self, name: str, value: object, reason: str) -> None:
         self.choices.append(Choice(name, value, reason))
+
+
+def _warn_of_short_budget(budget: str, spent: float, step_seconds: float, steps: int) -> None:
+    """Warn if a time budget is enough for a few steps alone, or if the start took most of it; name a longer one.
+
+    `spent` is the time of the start in seconds.
+    """
+    few = steps < _FEW_STEPS
+    if not few and spent <= _LONG_START * parse_duration(budget):
+        return
+    minutes = math.ceil(max(5 * spent, spent + _LEAST_STEPS * step_seconds if few else 0.0) / 60)
+    longer = f"{minutes}m" if minutes < 120 else f"{math.ceil(minutes / 60)}h"
+    took = f"the start took {format_duration(spent)}" if spent > 0.1 * parse_duration(budget) else ""
+    reasons = " and ".join(filter(None, [took, f"a step takes {step_seconds:.2g} s" * few]))
+    warn(
+        f"--budget {budget} is enough for only {plural(max(1, steps), 'step')}: {reasons}; "
+        f"give --budget {longer} or more,{' a smaller --size,' * few} or --steps"
+    )
 
 
 def with_text_encoder(config: Config) -> tuple[Config, list[Choice]]:
