@@ -643,6 +643,8 @@ PROCESSES = [
     ("sample", "run", "-n", "0"),
     ("sample", "run", "--steps", "0"),
     ("report", "/"),
+    # Commands whose modules import torch.
+    *((command, "fashion", "--nosuch") for command in ("doctor", "plan", "pack", "find-lr", "evaluate", "tune")),
 ]
 
 

@@ -20,7 +20,7 @@ from unfog.pipeline.build import build_network
 from unfog.planning.flops import Device, NetworkCost, TimeRange
 from unfog.planning.intervals import Changes, Choice, choose_intervals, open_intervals
 from unfog.planning.microbatch import Machine, MicrobatchChoice
-from unfog.planning.timing import StepTime, forward_passes, measure_step
+from unfog.planning.timing import StepTime, forward_passes, measure_step, measure_step_at_most
 from unfog.process.device import choose_gpu, unused_gpu
 from unfog.reporting.progress import format_duration, warn
 from unfog.settings import AUTO, is_auto
@@ -76,6 +76,8 @@ class AutoSettings:
         """Seconds of that budget; 0 if the length is given in steps or images."""
         self.new_length = False
         """True once the length was resolved, rather than taken over in images."""
+        self.is_hasty = False
+        """Whether the time of a slow step is estimated, so that measuring it takes no minutes."""
         self._resolve_batch()  # which all other settings depend on
 
     def _name_device(self, wanted: str) -> None:
@@ -392,7 +394,11 @@ class AutoSettings:
     @cached_property
     def measured_step(self) -> StepTime:
         """The wall time of a training step on this machine, with the present settings."""
-        return measure_step(self.process_config(), self._images, self.machine.device, self._stop)
+        config, device = self.process_config(), self.machine.device
+        if not self.is_hasty:
+            return measure_step(config, self._images, device, self._stop)
+        operations = config.training.batch * self.network_cost.training
+        return measure_step_at_most(config, self._images, device, self._stop, operations)
 
     def measure_eager_step(self) -> StepTime:
         """Measure a step that is not compiled, for comparison."""
