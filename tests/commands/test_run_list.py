@@ -109,7 +109,9 @@ def exported(path: Path, step: object = 900, files: object = None) -> Path:
 
 
 def test_an_export_is_a_run_without_training_left(tmp_path, capsys):
-    exported(tmp_path / "export")
+    export = exported(tmp_path / "export")
+    beat = {"time": datetime.now(UTC).isoformat(), "pid": 1, "host": "", "doing": "failed: RequestError", "next": None}
+    (export / "heartbeat.json").write_text(json.dumps(beat))  # of a resume that was refused
     assert exit_status("runs", tmp_path, "--json", "--finished") == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert (found["state"], found["step"], found["steps"], found["seconds_left"]) == ("exported", 900, None, None)

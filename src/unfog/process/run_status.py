@@ -21,7 +21,6 @@ from unfog.reporting.progress import format_duration
 from unfog.reporting.records import (
     ALIVE,
     EXPORTED,
-    NOT_BEGUN,
     STATES,
     Row,
     drop_undone_events,
@@ -94,8 +93,9 @@ class RunStatus:
         step = max((int(step) for row in rows if (step := finite_number(row.get("step"))) > 0), default=0)
         lengths = [finite_number(row.get("steps")) for row in (*events, beat)]
         steps = next((int(count) for count in reversed(lengths) if count > 0), 0)
-        if state == NOT_BEGUN and (exported := _exported_step(path)) is not None:
-            state, step = EXPORTED, exported
+        # A heartbeat may be there all the same, of a resume that was refused.
+        if not events and state not in ALIVE and (exported := _exported_step(path)) is not None:
+            state, detail, step = EXPORTED, "", exported
         metric = best_metric(path / "config.toml") if metric is None else metric
         best, best_step = _best(metrics, metric)
         left = _seconds_left(metrics, steps - step) if state == "running" and steps else math.nan
