@@ -104,7 +104,9 @@ def draw(before: Record, after: Record) -> str:
     chart.note(middle, lost + 105, "machine lost,", RED, "middle")
     chart.note(middle, lost + 70, "run copied back", RED, "middle")
     chart.note(gone + 0.02 * end, kept - 35, f"steps {kept} to {lost} again", ORANGE)
-    return side_by_side(f"A run is lost at step {lost}, and goes on from step {kept}, the newest in its mirror", [chart])
+    return side_by_side(
+        f"A run is lost at step {lost}, and goes on from step {kept}, the newest in its mirror", [chart]
+    )
 
 
 def main(folder: Path) -> None:

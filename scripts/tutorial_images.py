@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import tifffile
 from PIL import Image, ImageDraw, ImageFont
 
 DRAWINGS, POINTS, SIDE = 800, 54, 72
@@ -117,6 +116,8 @@ def retina_parts(count: int = TILES, seed: int = 0) -> np.ndarray:
 
 def write_retina(out: Path) -> None:
     """Write the parts as one stack of ImageJ, whose pages are points in time."""
+    import tifffile
+
     tifffile.imwrite(out, retina_parts(), imagej=True, metadata={"axes": "TYX"})
 
 
@@ -147,6 +148,8 @@ def scene(rng: np.random.Generator) -> np.ndarray:
 
 def write_scenes(out: Path) -> None:
     """Write each scene as a TIFF whose bands are samples of a pixel, as GeoTIFF has them."""
+    import tifffile
+
     rng = np.random.default_rng(0)
     out.mkdir(parents=True, exist_ok=True)
     for i in range(TILES):
