@@ -2,6 +2,7 @@
 
     python scripts/tutorial_images.py retina retina.tif
     unfog train retina.tif --network unet:channels=16/32,attention=0/0,norm_groups=16 --budget 10m
+    unfog resume runs/retina --steps 1000
     python scripts/draw_values.py retina runs/retina retina.tif
 
 writes docs/pictures/retina.png, and
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import tifffile
-from draw_pictures import COLUMNS, PICTURES, Pixels, table
+from draw_pictures import CELL, COLUMNS, GAP, LEFT, PICTURES, Pixels, table
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -28,7 +29,7 @@ import unfog
 
 RETINA = (300, 2800)  # values that are black and white
 # View of a scene -> its bands, and the reflectance x 10,000 that is the brightest of each.
-VIEWS = {"bands 2, 1, 0": ((2, 1, 0), (3500, 2500, 2500)), "bands 3, 2, 1": ((3, 2, 1), (5000, 2500, 2500))}
+VIEWS = {"colours": ((2, 1, 0), (3500, 2500, 2500)), "infrared": ((3, 2, 1), (5000, 2500, 2500))}
 UNKNOWN = (214, 214, 214)
 
 
@@ -64,6 +65,8 @@ def scenes(run: unfog.Run, folder: Path) -> Image.Image:
 
 def main(kind: str, run: Path, real: Path) -> None:
     page = {"retina": retina, "scenes": scenes}[kind](unfog.load(run), real)
+    widest = 64 if kind == "retina" else 6  # less room on the left of short names
+    page = page.crop((widest, 0, LEFT + COLUMNS * (CELL + GAP), page.height))
     page.quantize(256, dither=Image.Dither.NONE).save(PICTURES / f"{kind}.png", optimize=True)
 
 
