@@ -35,14 +35,14 @@ WIDTH, BOX, HIGH, GAP = 760, 163, 58, 30
 BOXES = {
     "image source": (0, 0, "lists and opens images"),
     "stored type": (1, 0, "uint8, uint16, float32"),
-    "value map": (2, 0, "values to -1 … 1, and back"),
+    "value map": (2, 0, "to -1 … 1, and back"),
     "batch": (3, 0, "x0, noise, conditions"),
-    "condition": (3, 1, "what is known of an image"),
+    "condition": (3, 1, "facts about an image"),
     "network": (2, 1, "x at a level → output"),
-    "loss": (1, 1, "output and target → error"),
+    "loss": (1, 1, "output, target → error"),
     "weighting": (0, 1, "how much a level counts"),
     "update": (0, 2, "gradient, optimiser, EMA"),
-    "checkpoint entry": (1, 2, "state that a resume needs"),
+    "checkpoint entry": (1, 2, "state for a resume"),
     "sampler": (2, 2, "from noise to an image"),
     "tracker": (3, 2, "numbers and pictures"),
 }
