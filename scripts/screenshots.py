@@ -38,10 +38,10 @@ NOTEBOOK, TENSORBOARD = {"width": 800, "height": 900}, {"width": 1100, "height":
 TAGS = "^loss$|^held_out_loss$|^samples$"  # shown of TensorBoard
 
 
-def save(page, name: str | Path, whole: str = "") -> None:
+def save(page, name: str | Path, whole: str = "", margin: int = 16) -> None:
     """Write what the page shows to a path or docs/page-NAME.png, in as many colours as fit into LARGEST bytes.
 
-    The picture ends with the last element that is whole in sight, of those that `whole` selects.
+    The picture ends with the last element that is whole in sight, of those that `whole` selects, and `margin` pixels.
     """
     page.wait_for_timeout(1500)
     picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
@@ -49,7 +49,9 @@ def save(page, name: str | Path, whole: str = "") -> None:
         ends = page.evaluate(
             "(s) => [...document.querySelectorAll(s)].map((e) => e.getBoundingClientRect().bottom)", whole
         )
-        picture = picture.crop((0, 0, picture.width, 16 + round(max(end for end in ends if end < picture.height - 16))))
+        picture = picture.crop(
+            (0, 0, picture.width, margin + round(max(e for e in ends if e < picture.height - margin)))
+        )
     path = name if isinstance(name, Path) else ROOT / "docs" / f"page-{name}.png"
     for colours in (256, 128, 64, 32):
         picture.quantize(colours, dither=Image.Dither.NONE).save(path, optimize=True)
@@ -74,7 +76,7 @@ def shoot_file(file: Path, picture: Path, text: str = "") -> None:
         else:
             height = page.evaluate("document.body.getBoundingClientRect().height")
             page.set_viewport_size({**DESKTOP, "height": min(DESKTOP["height"], round(height))})
-        save(page, picture, ".jp-OutputArea-child" if text else "")
+        save(page, picture, ".jp-OutputArea-child" if text else "", margin=4)
 
 
 def shoot_tensorboard(address: str, picture: Path) -> None:
