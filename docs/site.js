@@ -15,6 +15,7 @@ function slider(words, last, show) {
 
 async function bringToLife(sheet) {
 	const about = await (await fetch(sheet.src.replace(/webp$/, "json"))).json(), [width, height] = about.size;
+	sheet.loading = "eager";
 	await sheet.decode();
 	const cell = document.createElement("canvas"), parts = [about.steps, about.noise].map((list) => list.length - 1);
 	Object.assign(cell, {width, height});

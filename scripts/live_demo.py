@@ -3,9 +3,9 @@
     unfog train fashion --preset demo --checkpoint.every 20 --checkpoint.keep 200
     python scripts/live_demo.py runs/fashion
 
-writes docs/finished-run.webp, .json and .html. The picture has a row for each of some checkpoints and a column for each of
-some sampling steps; every cell shows the same samples, which begin at the same noise. The .json names rows and columns
-for docs/site.js, and the .html is the report of the run.
+writes docs/finished-run.webp, .json and .html. The picture has a row for each of some checkpoints and a column for each
+sampling step; every cell shows the same samples, which begin at the same noise. The .json names rows and columns for
+docs/site.js, and the .html is the report of the run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from unfog.reporting.report import write_report
 from unfog.serve.run_files import checkpoint_steps
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-ROWS, SAMPLES, STEPS, ACROSS, SEED, GAP = 8, 10, 10, 5, 1, 6
+ROWS, SAMPLES, STEPS, ACROSS, SEED, GAP = 8, 10, 8, 5, 1, 6
 Pixels = NDArray[np.uint8]
 
 
@@ -60,7 +60,7 @@ def main() -> None:
     rows = spread(sorted(checkpoint_steps(folder)), ROWS)
     cells = [columns(folder, step) for step in rows]
     every = np.concatenate([states for _, states in cells])
-    Image.fromarray(grid(every, STEPS + 1, scale=1, gap=GAP)).save(DOCS / "finished-run.webp", quality=50, method=6)
+    Image.fromarray(grid(every, STEPS + 1, scale=1, gap=GAP)).save(DOCS / "finished-run.webp", quality=40, method=6)
     noise = [round(share, 3) for share in cells[-1][0]]
     about = {"steps": rows, "noise": noise, "size": [every.shape[2], every.shape[1]], "gap": GAP}
     (DOCS / "finished-run.json").write_text(json.dumps(about) + "\n", encoding="utf-8")

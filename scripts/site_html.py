@@ -1,4 +1,4 @@
-"""What the generator of the site leaves to do in its HTML: tables for phones, still pictures, and a foot of each page."""
+"""What the generator of the site leaves to do in its HTML: tables for phones, pictures, and a foot of each page."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def _mark_table(table: str) -> str:
         whole = _CELL.sub(cell, row[0])
         return whole.replace("<tr>", '<tr role="row">', 1) if stacked else whole
 
-    marked = re.sub(r"<tr>.*?</tr>", cells, table, flags=re.S)
+    # A head without words is none to a screen reader.
+    marked = re.sub(r"<tr>.*?</tr>", cells, table, flags=re.S).replace("<th></th>", "<td></td>")
     return marked.replace("<table>", '<table role="table" data-stacked>', 1) if stacked else marked
 
 
@@ -105,14 +106,14 @@ def _write_still(path: Path) -> Path | None:
 
 
 def add_foot(page: str, markdown: str, index: str, source: str) -> str:
-    """Return the HTML of a page whose foot links to its Markdown and to llms.txt, and names the file that it is made of.
+    """Return the HTML of a page whose foot links to its Markdown and to llms.txt, and names the file it is made of.
 
     `markdown` and `index` are addresses relative to the page; `source` is HTML.
     """
     alternate = f'<link rel="alternate" type="text/markdown" href="{markdown}">'
     foot = (
-        f'<p class="foot"><a href="{markdown}">This page as Markdown</a> · <a href="{index}">all pages for programs</a> · '
-        f"made from {source}</p>\n"
+        f'<p class="foot"><a href="{markdown}">This page as Markdown</a> · '
+        f'<a href="{index}">all pages for programs</a> · made from {source}</p>\n'
     )
     page = page.replace("</head>", f"{alternate}\n</head>", 1)
     return page.replace("</article>", f"{foot}</article>", 1)
