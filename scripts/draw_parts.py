@@ -154,7 +154,7 @@ def weighting() -> str:
         weights = one(logsnr, own, 0.5) / own
         chart.curve(list(zip(logsnr.tolist(), weights.tolist(), strict=True)), colour, dashed=colour in (GREY, ORANGE))
     chart.note(-9.8, 0.93, "plain", GREY)
-    chart.note(3.7, 0.4, "min-snr", ORANGE)
+    chart.note(2.3, 0.62, "min-snr", ORANGE)
     chart.note(-2.0, 0.35, "band", BLUE, "end")
     chart.note(-5.0, 0.2, "band:center=1,width=3", GREEN, "end")
     return side_by_side("Weights of a band, of plain and of min-snr, by noise level", [chart])
