@@ -254,9 +254,11 @@ def _linked(site):
     """Yield the files that pages of the site, and their Markdown, link to; the server shows index.html of a folder."""
     for page in (page for page in site.rglob("*.html") if page.name != "404.html"):
         text = page.read_text("utf-8")
-        for link in re.findall(r'<(?:a|img|link|script|source)\b[^>]*?(?:href|src|srcset)="([^":#?]+)', text):
+        for link in re.findall(r'<(?:a|img|link|script|source)\b[^>]*?(?:href|src|srcset)="([^":#?]+)(?=[#?"])', text):
             there = page.parent / link
             yield there / "index.html" if link.endswith("/") else there
     for page in site.rglob("*.md"):
         text = re.sub(r"^ *```.*?^ *```$", "", page.read_text("utf-8"), flags=re.M | re.S)
-        yield from (page.parent / link for link in re.findall(r"\]\(([^()\s:#]+)", re.sub(r"`[^`]*`|    .*", "", text)))
+        yield from (
+            page.parent / link for link in re.findall(r"\]\(([^()\s:#]+)(?=[#)])", re.sub(r"`[^`]*`|    .*", "", text))
+        )
