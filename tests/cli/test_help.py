@@ -369,12 +369,54 @@ def test_questions_of_people_who_begin_are_answered(question):
     assert QUESTIONS[question] in " ".join(explain(question).split())
 
 
+# Phrases that are not known whole: what is taken of them, and a word of its explanation.
+IN_PART = {
+    "kernel size": ("size", "data.size"), "stochastic depth": ("depth", "unfog explain unet"),
+    "gradient penalty": ("gradient", "gradient_norm"), "seed everything": ("seed", "training.seed"),
+    "Where is the checkpoint of a colleague?": ("checkpoint", "checkpoint.every"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("phrase", IN_PART)
+def test_what_is_taken_of_an_unknown_phrase_is_said(phrase):
+    taken, answer = IN_PART[phrase]
+    first, _, rest = explain(phrase).partition("\n\n")
+    assert first == f"no entry for {phrase!r}; nearest: {taken}"
+    assert answer in rest
+
+
+# Phrases of tutorials and of the table of words, each known whole.
+WHOLE = {
+    "steps per second": "images_per_second", "batch norm": "RMSNorm", "group norm": "SiLU", "adam betas": "betas",
+    "exponential moving average": "an EMA is always kept", "log SNR": "log(alpha^2", "share of noise": "pure noise",
+    "EMA snapshot": "ema_snapshots", "rollback checkpoint": "last good weights", "held-out images": "data.held_out",
+    "batch size too big": "unfog plan", "cosine learning rate": "optimizer.schedule", "duplicate images": "doctor",
+    "learning rate warmup": "optimizer.warmup", "inception score": "not measured", "inverse problems": "restoring",
+    "number of epochs": "counted in images", "blurry samples": "fix-it", "compute FID": "unfog evaluate",
+    "memory per image": "unfog plan",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("phrase", WHOLE)
+def test_phrases_that_people_bring_are_known_whole(phrase):
+    text = " ".join(explain(phrase).split())
+    assert WHOLE[phrase] in text
+    assert not text.startswith("no entry")
+
+
+def test_what_everything_is_about_is_no_answer():
+    with pytest.raises(RequestError, match="'tokens per image' is not a setting or a known word"):
+        explain("tokens per image")
+
+
 def test_each_word_has_one_advice_and_what_is_unknown_has_none():
     entries = tomllib.loads((Path(unfog.__file__).parent / "config/advice.toml").read_text("utf-8"))["advice"]
     words = [word for entry in entries for word in entry["words"].split()]
     assert len(words) == len({*words}) == len(all_advice())
     assert {*EPOCHS} < {*words}
-    assert all(advice_on(word) is advice_within(word) is all_advice()[word] for word in words if word[-1] != "_")
+    for word in words:
+        if word[-1] != "_":
+            assert advice_on(word) is advice_within(word)[1] is all_advice()[word]
     for unknown in ("", "cats and dogs", "optimizer.lrr", "the of and"):
         assert advice_within(unknown) is None
     with pytest.raises(RequestError, match="not a setting or a known word"):

@@ -413,6 +413,29 @@ def test_so_many_steps_are_timed_at_least_however_slow_they_are(monkeypatch):
     assert timer.stop_requested()
 
 
+@pytest.mark.parametrize(
+    ("operations", "few", "asked_for", "found"),
+    [
+        (1e13, 2.0, [4], 32.0),  # a step of 64 images would take 32 s
+        (1e13, 0.5, [4, 64], 8.0),
+        (1e11, 2.0, [64], 8.0),  # of few operations: timed at once
+    ],
+)
+def test_a_slow_step_is_estimated_from_a_few_images(monkeypatch, operations, few, asked_for, found):
+    batches = []
+
+    def measured(config, *_, **limits):
+        batches.append(config.training.batch)
+        assert config.training.microbatch <= config.training.batch
+        return StepTime(few, few) if config.training.batch == 4 else StepTime(9.0, 8.0)
+
+    monkeypatch.setattr(timing, "measure_step", measured)
+    config = asked(batch=64, microbatch=16)
+    step = timing.measure_step_at_most(config, None, CPU, lambda: False, operations)
+    assert (batches, step.step) == (asked_for, found)
+    assert step.doubt == "estimated from steps of 4 images, as a whole one takes long here" * (asked_for == [4])
+
+
 def test_a_plan_leaves_random_numbers_alone():
     pixels = np.zeros((8, 1, 16, 16), np.uint8)
     config = replace(asked(batch=2, precision="fp32", device="cpu"), data=Data(size=16, channels=1))

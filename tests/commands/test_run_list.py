@@ -23,6 +23,7 @@ from unfog.process.run_screen import screen_lines
 from unfog.process.run_status import RunStatus, find_runs
 from unfog.reporting.records import read_metrics
 from unfog.reporting.terminal_charts import ChartSpace, text_chart
+from unfog.training.checkpoints.format import EMA
 
 
 def lines(path: Path, rows: list[dict]) -> None:
@@ -95,6 +96,41 @@ def test_json_has_numbers_and_null(tmp_path, capsys):
     assert a["bytes"] > 0
     assert 0 <= a["age_seconds"] < 60
     assert (b["state"], b["step"], b["steps"], b["best"], b["seconds_left"]) == ("not begun", 0, None, None, None)
+
+
+def exported(path: Path, step: object = 900, files: object = None) -> Path:
+    """A folder as `unfog export --format run` leaves it: settings, and weights with a manifest."""
+    place = path / "checkpoints" / "00000900"
+    place.mkdir(parents=True)
+    (path / "config.toml").write_text("")
+    manifest = {"format": 4, "step": step, "files": {EMA: {}} if files is None else files}
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    return path
+
+
+def test_an_export_is_a_run_without_training_left(tmp_path, capsys):
+    export = exported(tmp_path / "export")
+    beat = {"time": datetime.now(UTC).isoformat(), "pid": 1, "host": "", "doing": "failed: RequestError", "next": None}
+    (export / "heartbeat.json").write_text(json.dumps(beat))  # of a resume that was refused
+    assert exit_status("runs", tmp_path, "--json", "--finished") == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["step"], found["steps"], found["seconds_left"]) == ("exported", 900, None, None)
+    run_folder(tmp_path / "run", "stopped")
+    assert exit_status("runs", tmp_path, "--finished") == 3
+    assert re.search(r"export\s+exported\s+900 ", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "damage", [{"step": None}, {"files": []}, {"files": {EMA: {}, "state.json": {}}}, {"files": 1}]
+)
+def test_another_manifest_is_no_export(tmp_path, damage):
+    run = exported(tmp_path / "a", **damage)
+    assert RunStatus.read(run).state == "not begun"
+    # Nothing is read through a link.
+    run_of = exported(tmp_path / "b")
+    (run / "checkpoints").rename(run / "own")
+    (run / "checkpoints").symlink_to(run_of / "checkpoints")
+    assert RunStatus.read(run).state == "not begun"
 
 
 def test_prometheus_reads_the_numbers_that_json_has(tmp_path, capsys):

@@ -151,6 +151,9 @@ def test_share_and_fixed_mask_are_counted_and_a_dark_channel_is_refused(tmp_path
     assert fitted.settings.unknown_share == HIDDEN.mean()
     assert np.array_equal(~fitted.settings.known_in_samples(), planes(HIDDEN).all(0))
     assert f"{HIDDEN.mean():.2%}" in lines[0]
+    assert (
+        f"{HIDDEN.all(0).mean():.2%} are unknown in all of them, and in samples: `unfog sample --measure`" in lines[0]
+    )
     assert fit_values(fitted) == (fitted, [])
     found = {each.code: each for each in quick_check_images(fitted, Config(data=fitted.settings))}
     assert f"{HIDDEN.mean():.2%}" in found["data.unknown"].evidence

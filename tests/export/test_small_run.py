@@ -20,6 +20,7 @@ from unfog.errors import RequestError, RunError
 from unfog.export.source_code import usage
 from unfog.inference.exports import small_run
 from unfog.inference.exports.small_run import settings_to_hand_on, write_small_run
+from unfog.inference.guide import is_guided_by_itself
 from unfog.inference.loaded_run import SWEEP_FILE
 from unfog.inference.run import Run
 from unfog.process.run_folder import RunFolder
@@ -195,11 +196,26 @@ def test_another_width_is_stored_without_the_measurements_of_the_first(guided, t
         assert torch.equal(weight, run.network.state_dict()[key].half().float())
 
 
-def test_an_export_says_that_it_has_no_guide(guided, handed_on, tmp_path, capsys):
-    unfog.load(guided.path).export(tmp_path / "out", format="run", steps=3)
-    assert "guided (guide = auto); those of this export are not" in capsys.readouterr().err
+@pytest.mark.parametrize("format", ["run", "safetensors"])
+def test_an_export_says_that_it_has_no_guide(guided, handed_on, tmp_path, capsys, format):
+    unfog.load(guided.path).export(tmp_path / "out", format=format, steps=3)
+    assert "to keep the guide, copy the folder of the run" in capsys.readouterr().err
     assert "its samples are not guided" in (tmp_path / "out/README.md").read_text()
     assert "guided" not in (handed_on / "out/README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"weights": "raw"}, {"guide": "none"}, {"every": 0}, {"every": 1000}],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_run_without_a_guide_of_its_own_loses_none(guided, change):
+    run = unfog.load(guided.path)
+    assert is_guided_by_itself(run)
+    snapshots = replace(run.config.ema_snapshots, every=change.get("every", run.config.ema_snapshots.every))
+    run.config = replace(run.config, guide=change.get("guide", "auto"), ema_snapshots=snapshots)
+    run.weights = change.get("weights", "ema")
+    assert not is_guided_by_itself(run)
 
 
 def test_the_tolerance_allows_the_depth_of_16_bits_and_finds_a_wrong_weight(handed_on, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -21,6 +22,8 @@ import unfog
 from conftest import TRANSFORMER, few_images
 from unfog.checks.run.run_record import RunRecord
 from unfog.checks.run.trend_checks import check_trends
+from unfog.config.presets import preset
+from unfog.data.settings import Data
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.pace import CallTimes, Pace
 from unfog.process import command_clock
@@ -34,7 +37,7 @@ from unfog.training.distributed.world import World
 from unfog.training.hooks import TrainingHooks
 from unfog.training.length import Length, LengthPlan
 from unfog.training.loop import Intervals
-from unfog.training.settings import Optimizer
+from unfog.training.settings import Optimizer, Training
 from waiting import wait_until
 
 COSTS = {"preview": 2.0, "evaluate": 3.0, "save": 0.5}
@@ -308,18 +311,22 @@ def test_a_run_that_starts_too_late_takes_one_step():
 
 
 @pytest.mark.parametrize(
-    ("spent", "said"),
+    ("spent", "pace", "said"),
     [
-        (
-            122,
-            "the start took 2 min 02 s of the 1 min 30 s of --budget: one step is trained; give --budget 11m",
-        ),
-        (80, ": little is left to train; give --budget 7m or more, or --steps"),
-        (30, ""),
+        (122, 0.3, "is enough for only 1 step: the start took 2 min 02 s and a step takes 0.3 s; give --budget 11m or"),
+        (80, 0.03, " steps: the start took 1 min 20 s; give --budget 7m or more, or --steps"),
+        (0, 20, " for only 2 steps: a step takes 20 s; give --budget 67m or more, a smaller --size, or --steps"),
+        (0, 200, "give --budget 12h or more"),
+        (30, 0.03, ""),
     ],
 )
-def test_a_start_that_takes_the_budget_is_warned_of(spent, said, capsys):
-    TimeBudget.warn_if_spent(90.0, time.monotonic() - spent)
+def test_a_budget_of_few_steps_or_a_long_start_is_warned_of(spent, pace, said, capsys, monkeypatch):
+    training = Training(budget="90s", batch=64, precision="fp32", device="cpu")
+    config = replace(preset("default"), data=Data(size=16), network=TRANSFORMER, training=training)
+    auto = AutoSettings(config, None, torch.device("cpu"), lambda: False)
+    auto.began = time.monotonic() - spent if spent else None
+    monkeypatch.setattr(auto, "seconds_per_step", lambda: pace)
+    auto.resolve_length()
     err = capsys.readouterr().err
     assert (said in err) if said else not err
 
@@ -329,7 +336,7 @@ def test_a_budget_that_the_start_has_used_up_trains_one_step_and_says_so(tmp_pat
     run = unfog.train(few_images(), out=tmp_path / "run", budget="0.01s", **SMALL)
     said = capsys.readouterr().err
     assert f"images = {run.config.training.images}: 0.01s is used up, as the start took" in said
-    assert "of --budget: one step is trained" in said
+    assert said.count("warning: --budget 0.01s is enough for only 1 step: the start took") == 1
 
 
 def test_the_schedule_ends_with_the_run_and_never_jumps():

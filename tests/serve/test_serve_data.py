@@ -70,6 +70,26 @@ def test_the_list_names_runs_by_numbers_and_tells_their_state(client, run):
     assert str(run.parent) not in json.dumps(row)
 
 
+def test_the_newest_run_that_can_draw_is_listed_first(client, run):
+    def placed(name, age, checkpoint=False, config=""):
+        folder = run.with_name(name)
+        shutil.copytree(run, folder)
+        (folder / "config.toml").write_text(config)
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        if checkpoint:
+            (folder / "checkpoints" / "00000040").mkdir(parents=True)
+            (folder / "checkpoints" / "00000040" / "manifest.json").write_text("{}")
+        for file in folder.iterdir():
+            os.utime(file, (time.time() - age,) * 2)
+
+    placed("old", 900, checkpoint=True)
+    placed("drawn", 600, checkpoint=True)
+    placed("autoencoder", 500, checkpoint=True, config="[autoencoder]\nfactor = 4\n")
+    placed("begun", 400)
+    shutil.rmtree(run)
+    assert [row["name"] for row in client.get("/api/runs").json()] == ["drawn", "begun", "autoencoder", "old"]
+
+
 def test_a_page_that_polls_sees_new_runs_and_new_steps_without_a_stream(client, run, monkeypatch):
     monkeypatch.setattr("unfog.serve.server._TICK_SECONDS", 0)
     assert [row["step"] for row in client.get("/api/runs").json()] == [40]

@@ -188,7 +188,9 @@ def _run(words: list[str]) -> int:
             )
         meant = "; did you mean 'sample'?" if command in _SAMPLING_WORDS else suggest(command, REQUESTS)
         raise RequestError(f"{quote(command)} is not a command{meant} (see unfog --help)")
-    return _import_main(command)(with_old_defaults(words[0], read_request(command, rest)))
+    # Read before the command is imported, for which torch may take seconds: what is wrong is refused at once.
+    request = with_old_defaults(words[0], read_request(command, rest))
+    return _import_main(command)(request)
 
 
 def _import_main(command: str) -> Callable[[object], int]:

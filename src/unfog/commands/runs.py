@@ -42,7 +42,7 @@ def main(request: RunsRequest) -> int:
         say(f"no runs in {sanitize(str(request.folder))}")
     if not (request.json or request.prometheus):
         _list_broken(runs, request.folder)
-    done = bool(runs) and all(run.state == "finished" for run in runs)
+    done = bool(runs) and all(run.needs_no_training for run in runs)
     return 0 if done or not request.finished else _NOT_FINISHED
 
 

@@ -6,7 +6,7 @@ import re
 import tomllib
 from functools import cache
 from importlib.resources import files
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Other words for those with advice, in the singular.
 _SAME = {"picture": "image", "pic": "image", "photo": "image", "grad": "gradient", "gray": "grey"}
@@ -28,12 +28,21 @@ class Advice(NamedTuple):
 @cache  # read where a word is unknown, not at every start
 def all_advice() -> dict[str, Advice]:
     """Return the words, in lower case and with "_" between them, each with its advice."""
-    table = tomllib.loads((files("unfog.config") / "advice.toml").read_text(encoding="utf-8"))
     return {
         word: Advice(" ".join(entry["text"].split()), tuple(entry.get("settings", ())))
-        for entry in table["advice"]
+        for entry in _table()["advice"]
         for word in entry["words"].split()
     }
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads((files("unfog.config") / "advice.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def _filling() -> frozenset[str]:
+    return frozenset(_table()["filling"].split())
 
 
 def advice_on(word: str) -> Advice | None:
@@ -41,14 +50,25 @@ def advice_on(word: str) -> Advice | None:
     return all_advice().get(word.lstrip("-").lower().replace("-", "_").replace(" ", "_"))
 
 
-def advice_within(phrase: str) -> Advice | None:
-    """Return the advice on the longest known words in a phrase, such as "NaN loss" or "T=1000"; None without one."""
+def advice_within(phrase: str) -> tuple[str, Advice] | None:
+    """Return the longest known words in a phrase, such as "NaN loss" or "T=1000", and their advice; None without."""
     known, plain = all_advice(), _plain_words()
     for words in parts_of(phrase):
         found = known.get("_".join(words)) or plain.get(tuple(map(_plain, words)))
         if found is not None:
-            return found
+            return " ".join(words), found
     return None
+
+
+def covers(taken: str, phrase: str) -> bool:
+    """Return whether words of a phrase say all that it asks: "epochs" does for "how many epochs"."""
+    most = max(parts_of(phrase), key=len, default=[])
+    return is_vague([word for word in most if word not in taken.split()])
+
+
+def is_vague(words: list[str]) -> bool:
+    """Return whether none of these words says what is meant."""
+    return {*words} <= _filling() | {*_VAGUE}
 
 
 def parts_of(phrase: str) -> list[list[str]]:

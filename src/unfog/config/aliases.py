@@ -32,6 +32,7 @@ USUAL = {
     **dict.fromkeys(("horizontal_flip", "random_flip", "xflip"), "data.flip"),
     **dict.fromkeys(("learning_rate", "base_lr", "max_lr", "train_lr"), "optimizer.lr"),
     **dict.fromkeys(("warmup_steps", "lr_warmup_steps", "num_warmup_steps", "warmup", "warm_up"), "optimizer.warmup"),
+    **dict.fromkeys(("lr_warmup", "learning_rate_warmup"), "optimizer.warmup"),
     **dict.fromkeys(("learning_rate_schedule", "lr_schedule", "lr_scheduler"), "optimizer.schedule"),
     **dict.fromkeys(("weight_decay", "adam_weight_decay"), "optimizer.weight_decay"),
     "betas": "optimizer.betas",

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from unfog.config.advice import Advice, advice_on, advice_within, all_advice, parts_of
+from unfog.config.advice import Advice, advice_on, advice_within, all_advice, covers, is_vague, parts_of
 from unfog.config.aliases import USUAL, current_name
 from unfog.config.describe import Description, describe, field_texts, format_value
 from unfog.config.presets import PRESETS
@@ -45,8 +45,6 @@ def explain(name: str) -> str:
     settings = describe(Config)
     # Settings and kinds are lower case, but for the names of a custom part.
     blocks = _blocks(name, settings) or _blocks(name.lower(), settings)
-    if not blocks and (advice := advice_within(name)) is not None:
-        blocks = [*_explain_advice(name, advice, settings)]
     blocks = blocks or _blocks_within(name, settings)
     if not blocks:
         close = _near_words(name, settings)
@@ -95,11 +93,32 @@ def _blocks(name: str, settings: Sequence[Description]) -> list[str]:
 
 
 def _blocks_within(phrase: str, settings: Sequence[Description]) -> list[str]:
-    """Return the explanations for the longest part of a phrase that is a name, as of "how big a batch"; else []."""
-    if not re.fullmatch(r"[A-Za-z' ]+\??", phrase):  # of a misspelled name, similar ones are said
-        return []
-    names = (name for words in parts_of(phrase) for name in (" ".join(words), " ".join(words).removesuffix("s")))
-    return next((blocks for name in names if len(name) > 2 and (blocks := _blocks(name, settings))), [])
+    """Return the explanations for the longest part of a phrase that is known, as of "how big a batch"; else [].
+
+    A line above them says what was taken if that leaves out what the phrase asks.
+    """
+    found = advice_within(phrase)
+    by_name = found is None or is_vague([found[0]])
+    taken, blocks = _names_within(phrase, settings) if by_name else ("", list[str]())
+    if not blocks and found is not None:
+        taken, advice = found
+        blocks = [*_explain_advice(phrase if covers(taken, phrase) else taken, advice, settings)]
+    if not blocks or covers(taken, phrase):
+        return blocks
+    return [f"no entry for {quote(phrase)}; nearest: {taken}\n", *blocks]
+
+
+def _names_within(phrase: str, settings: Sequence[Description]) -> tuple[str, list[str]]:
+    """Return the longest part of a phrase that is the name of a setting, section or kind, and its explanations."""
+    # Of a misspelled name, similar ones are said.
+    if not re.fullmatch(r"[A-Za-z']+|[A-Za-z' -]* [A-Za-z' -]*\??", phrase):
+        return "", []
+    for words in parts_of(phrase):
+        part = "" if is_vague(words) else " ".join(words)
+        for name in (part, part.removesuffix("s"), f"{part}s"):
+            if len(name) > 2 and (blocks := _blocks(name, settings)):
+                return part, blocks
+    return "", []
 
 
 def _explain_advice(name: str, advice: Advice, settings: Sequence[Description]) -> Iterator[str]:

@@ -41,6 +41,7 @@ from unfog.inference.exports.diffusers import draw_samples, plain_weights, save_
 from unfog.inference.exports.hub import Repository
 from unfog.inference.exports.model_card import GRID, CardSettings, model_card
 from unfog.inference.exports.small_run import write_small_run
+from unfog.inference.guide import is_guided_by_itself
 from unfog.inference.loaded_run import LoadedRun
 from unfog.models.autoencoder_settings import CONFIG, OURS
 from unfog.models.network_settings import CustomNetwork
@@ -114,6 +115,11 @@ def export(run: LoadedRun, out: Path, settings: ExportSettings) -> float:
     check_out(out, what="the folder of an export", argument="OUT")
     sampler = run.sampler(settings.sampler, settings.steps)
     _check(run, sampler, settings.format)
+    if is_guided_by_itself(run):
+        say(
+            "  samples of the run are guided by its earlier EMA, and those of an export are not; to keep the guide, "
+            "copy the folder of the run, and draw with `unfog sample`"
+        )
     repository = None
     if settings.push_to_hub:  # what the Hub would refuse is found before the work
         repository = Repository.open(settings.push_to_hub, settings.public)

@@ -72,6 +72,12 @@ def resolve_guidance(
     return Guidance(replace(weaker, dtype=DTYPES.get(chosen)), scale, name)
 
 
+def is_guided_by_itself(run: LoadedRun) -> bool:
+    """Return whether samples of a run are guided by its own earlier EMA, unless another guide is asked for."""
+    every = run.config.ema_snapshots.every
+    return run.weights == "ema" and run.config.usual_guide == _AUTO and 0 < every <= GUIDE_SHARE * run.step
+
+
 def _usual_guide(run: LoadedRun) -> tuple[Denoiser | None, str]:
     """Return the guide of the run's settings and its name; none, with the reason said, where the run cannot have it."""
     if run.config.usual_guide == _NONE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,9 +20,9 @@ from unfog.pipeline.build import build_network
 from unfog.planning.flops import Device, NetworkCost, TimeRange
 from unfog.planning.intervals import Changes, Choice, choose_intervals, open_intervals
 from unfog.planning.microbatch import Machine, MicrobatchChoice
-from unfog.planning.timing import StepTime, forward_passes, measure_step
+from unfog.planning.timing import StepTime, forward_passes, measure_step, measure_step_at_most
 from unfog.process.device import choose_gpu, unused_gpu
-from unfog.reporting.progress import format_duration
+from unfog.reporting.progress import format_duration, warn
 from unfog.settings import AUTO, is_auto
 from unfog.text import format_bytes, plural
 from unfog.training.learning_rate import FINE_TUNING_FACTOR, default_learning_rate
@@ -44,6 +45,10 @@ _CAPTURES_BY_ITSELF = True
 _COMPILES_BY_ITSELF = False
 _COMPILE_SECONDS = 0.08  # for each operation of a step: some 90 s for `cifar10`. Estimated.
 _LONG = 4  # times as many steps as a compiled run needs to be ahead
+
+# Share of a time budget from which on the start is warned of; steps below which a budget is short, and those of a
+# longer one that is named: a loss is seen to fall, but no more.
+_LONG_START, _FEW_STEPS, _LEAST_STEPS = 0.75, 20, 200
 
 
 class AutoSettings:
@@ -71,6 +76,8 @@ class AutoSettings:
         """Seconds of that budget; 0 if the length is given in steps or images."""
         self.new_length = False
         """True once the length was resolved, rather than taken over in images."""
+        self.is_hasty = False
+        """Whether the time of a slow step is estimated, so that measuring it takes no minutes."""
         self._resolve_batch()  # which all other settings depend on
 
     def _name_device(self, wanted: str) -> None:
@@ -326,6 +333,7 @@ class AutoSettings:
             if not left:
                 reason = f"{budget} is used up, as the start took {format_duration(spent)}; one step is trained"
             self._note("images", max(images, training.batch), reason)
+            _warn_of_short_budget(budget, spent, pace, (images - seen) // training.batch)
         steps = max(1, -(-images // training.batch))
         if steps * training.batch < seen:
             raise RequestError(
@@ -386,7 +394,11 @@ class AutoSettings:
     @cached_property
     def measured_step(self) -> StepTime:
         """The wall time of a training step on this machine, with the present settings."""
-        return measure_step(self.process_config(), self._images, self.machine.device, self._stop)
+        config, device = self.process_config(), self.machine.device
+        if not self.is_hasty:
+            return measure_step(config, self._images, device, self._stop)
+        operations = config.training.batch * self.network_cost.training
+        return measure_step_at_most(config, self._images, device, self._stop, operations)
 
     def measure_eager_step(self) -> StepTime:
         """Measure a step that is not compiled, for comparison."""
@@ -415,6 +427,24 @@ class AutoSettings:
 
     def _note(self, name: str, value: object, reason: str) -> None:
         self.choices.append(Choice(name, value, reason))
+
+
+def _warn_of_short_budget(budget: str, spent: float, step_seconds: float, steps: int) -> None:
+    """Warn if a time budget is enough for a few steps alone, or if the start took most of it; name a longer one.
+
+    `spent` is the time of the start in seconds.
+    """
+    few = steps < _FEW_STEPS
+    if not few and spent <= _LONG_START * parse_duration(budget):
+        return
+    minutes = math.ceil(max(5 * spent, spent + _LEAST_STEPS * step_seconds if few else 0.0) / 60)
+    longer = f"{minutes}m" if minutes < 120 else f"{math.ceil(minutes / 60)}h"
+    took = f"the start took {format_duration(spent)}" if spent > 0.1 * parse_duration(budget) else ""
+    reasons = " and ".join(filter(None, [took, f"a step takes {step_seconds:.2g} s" * few]))
+    warn(
+        f"--budget {budget} is enough for only {plural(max(1, steps), 'step')}: {reasons}; "
+        f"give --budget {longer} or more,{' a smaller --size,' * few} or --steps"
+    )
 
 
 def with_text_encoder(config: Config) -> tuple[Config, list[Choice]]:

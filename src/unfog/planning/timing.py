@@ -47,6 +47,9 @@ _PORTIONS = 3  # of the steps that are timed: the median leaves out a slow momen
 # Cores below which a machine is called busy: the thread that trains never waits for long, and would have one to itself.
 _BUSY = 0.7
 _MOST_STEPS = 200  # in a portion
+# Operations of a step from which on it may take long on a CPU; seconds from which on its time is estimated if that is
+# allowed; and the images of the steps that are timed then.
+_LARGE, _LONGEST, _FEW = 5e11, 15.0, 4
 _SAMPLES = (16, 64, 10_000, 50_000)  # whose times are listed: a grid to look at, and the usual numbers for metrics
 # Floating-point operations of a step that takes minutes on a CPU, so that it is predicted instead of timed.
 TOO_SLOW = 2e13
@@ -106,6 +109,23 @@ def measure_step(
         raise Interrupted
     # The host of another device waits for it, however idle its own cores are.
     return clock.step_time() if device.type == "cpu" else clock.step_time()._replace(cores=None)
+
+
+def measure_step_at_most(
+    config: Config, images: ImageSet, device: torch.device, stop_requested: Callable[[], bool], operations: float
+) -> StepTime:
+    """Return the wall time of a step as `measure_step` does; on a slow CPU by estimate, from steps of a few images.
+
+    `operations` are the floating-point operations of the step.
+    """
+    training, batch = config.training, config.training.batch
+    if device.type == "cpu" and operations > _LARGE and batch > _FEW:
+        microbatch = min(training.microbatch, _FEW)
+        few = replace(config, training=replace(training, batch=_FEW, microbatch=microbatch))
+        tried = measure_step(few, images, device, stop_requested, limit=1.0)
+        if tried.step * batch / _FEW > _LONGEST:
+            return tried._replace(first=tried.first * batch / _FEW, step=tried.step * batch / _FEW, timed=_FEW)
+    return measure_step(config, images, device, stop_requested)
 
 
 def decoded_images(images: ImageSet) -> ImageSet:
@@ -242,13 +262,19 @@ class StepTime(NamedTuple):
     """Of each step after it, the median."""
     cores: float | None = None
     """Cores that the process had meanwhile, on average; None if steps do not compute on them, or it is not known."""
+    timed: int = 0
+    """Images from whose time that of a whole step is estimated; 0 if whole steps were timed."""
 
     @property
     def doubt(self) -> str:
-        """The reason not to trust the pace: other processes kept the cores busy; "" if they did not."""
-        if self.cores is None or self.cores >= _BUSY:
-            return ""
-        return f"the machine is busy, and the steps had {self.cores:.0%} of a core: do not trust this pace"
+        """The reasons not to trust the pace: it is an estimate, or other processes kept the cores busy; "" without."""
+        reasons = []
+        if self.timed:
+            reasons.append(f"estimated from steps of {plural(self.timed)}, as a whole one takes long here")
+        if self.cores is not None and self.cores < _BUSY:
+            busy = f"the machine is busy, and the steps had {self.cores:.0%} of a core"
+            reasons.append(f"{busy}: do not trust this pace")
+        return "; ".join(reasons)
 
     @classmethod
     def measure(cls, run: Callable[[int], float], seconds: float = 3.0) -> StepTime:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
@@ -19,6 +20,7 @@ from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import format_duration
 from unfog.reporting.records import (
     ALIVE,
+    EXPORTED,
     STATES,
     Row,
     drop_undone_events,
@@ -34,7 +36,8 @@ from unfog.training.settings import Evaluate
 # Beginning of the name of a checkpoint that was set aside, as it could not be read.
 _BROKEN = ".broken-"
 _LAST_METRICS, _LAST_EVENTS = 2**26, 2**20  # bytes read from the end; a run of 10,000 logs has 10 MB of metrics
-_LARGEST_CONFIG = 2**20
+_LARGEST_CONFIG, _LARGEST_MANIFEST = 2**20, 2**24
+_EXPORTED_FILES = {"ema.safetensors"}  # of the checkpoint in an export: nothing that training could go on from
 _MOST_ENTRIES = 100_000  # of a folder that is searched for runs
 _PACE_LINES = 20  # lines of metrics whose pace gives the time left
 _LONGEST = 60  # characters of a reason
@@ -55,7 +58,7 @@ class RunStatus:
 
     path: Path
     state: str
-    """Running, standing still, finished, stopped, killed, failed or not begun."""
+    """Running, standing still, finished, stopped, killed, failed, exported or not begun."""
     detail: str
     """Activity of a running run, or reason why it stands still or has failed."""
     step: int
@@ -90,11 +93,19 @@ class RunStatus:
         step = max((int(step) for row in rows if (step := finite_number(row.get("step"))) > 0), default=0)
         lengths = [finite_number(row.get("steps")) for row in (*events, beat)]
         steps = next((int(count) for count in reversed(lengths) if count > 0), 0)
+        # A heartbeat may be there all the same, of a resume that was refused.
+        if not events and state not in ALIVE and (exported := _exported_step(path)) is not None:
+            state, detail, step = EXPORTED, "", exported
         metric = best_metric(path / "config.toml") if metric is None else metric
         best, best_step = _best(metrics, metric)
         left = _seconds_left(metrics, steps - step) if state == "running" and steps else math.nan
         detail = sanitize(" ".join(detail.split()))
         return cls(path, state, detail, step, steps, left, metric, best, best_step, _age(path))
+
+    @property
+    def needs_no_training(self) -> bool:
+        """Whether no training is left to do: it is finished, or an export."""
+        return self.state in ("finished", EXPORTED)
 
     @property
     def state_text(self) -> str:
@@ -222,6 +233,24 @@ def best_metric(path: Path) -> str:
             if best in Evaluate.DRAWN:
                 return str(best)
     return Evaluate.best
+
+
+def _exported_step(run: Path) -> int | None:
+    """Return the step of the weights in an export (`--format run`), which trains no further; None for another run."""
+    for place in _folders_in(RunFolder(run).checkpoints):
+        with suppress(OSError, ValueError, RecursionError, TypeError, KeyError, ArithmeticError):
+            manifest = json.loads(read_file(place / "manifest.json", run, _LARGEST_MANIFEST))
+            if set(manifest["files"]) == _EXPORTED_FILES:
+                return max(0, int(manifest["step"]))
+    return None
+
+
+def _folders_in(checkpoints: Path) -> list[Path]:
+    if os.path.islink(checkpoints):
+        return []
+    with suppress(OSError):
+        return _folders(checkpoints)
+    return []
 
 
 def _best(metrics: Sequence[Row], metric: str) -> tuple[float, int | None]:

@@ -28,7 +28,9 @@ Floats = npt.NDArray[np.float64]
 SESSION_STARTS = ("started", "resumed")
 SESSION_ENDS = ("finished", "stopped", "failed")
 ALIVE = ("running", "standing still")  # states of a run whose process exists
-STATES = (*ALIVE, *SESSION_ENDS, "killed", "not begun")  # of `run_state`
+NOT_BEGUN = "not begun"
+EXPORTED = "exported"  # weights of another run, which train no further
+STATES = (*ALIVE, *SESSION_ENDS, "killed", NOT_BEGUN, EXPORTED)  # of `run_state`, and of an export
 # Kinds of events.
 LENGTH_EVENT = "length"  # the run was planned anew, for its time budget
 PAUSE_EVENT = "pause"  # a run with a time budget stood still
@@ -173,7 +175,7 @@ def run_state(events: Sequence[Row], heartbeat: Mapping[str, Any] | None) -> tup
         return "killed", ""
     if doing in ("finished", "stopped") or doing.startswith("failed"):
         return doing.split(":")[0], doing.partition(": ")[2]
-    return ("killed", doing) if last else ("not begun", "")
+    return ("killed", doing) if last else (NOT_BEGUN, "")
 
 
 def finite_number(value: object) -> float:

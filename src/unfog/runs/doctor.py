@@ -108,6 +108,7 @@ def _check_planned_run(
 ) -> list[Finding]:
     one_size = prepared.of_one_size
     auto = AutoSettings(config, one_size.as_network_input.train, device, stop)
+    auto.is_hasty = True
     try:
         auto.resolve()
         resolve_metrics(auto, one_size.train, device)
@@ -116,6 +117,8 @@ def _check_planned_run(
     for choice in auto.choices:
         say(f"  {choice}")
     config, pace = auto.config, auto.seconds_per_step()
+    if (doubt := auto.doubt_of_pace) and not any(doubt in choice.reason for choice in auto.choices):
+        say(f"  a step takes {format_duration(pace)}: {doubt}")
     findings = check_settings(config, prepared, device, pace)
     if findings[0].severity != "fatal":
         findings.append(training_length_guide(config, prepared, pace, auto.doubt_of_pace))

@@ -11,7 +11,7 @@ from unfog.config.schema import Config
 from unfog.errors import RequestError
 from unfog.planning.pace import CallTimes, Pace
 from unfog.planning.timing import forward_passes, repetitions
-from unfog.reporting.progress import format_duration, warn
+from unfog.reporting.progress import format_duration
 from unfog.reporting.records import LENGTH_EVENT, Row
 from unfog.text import plural
 from unfog.training.length import NO_LIMIT, Length, LengthPlan
@@ -23,7 +23,7 @@ _TOLERANCE = 0.01  # share of the budget by which the end may move without a new
 _TOLERANCE_LEFT = 0.05  # the same as a share of what is left, as the pace is no more certain than that
 _TRUST = 0.05  # share of the budget that the schedule of one plan may be ahead of the time
 _NOTABLE, _NOTABLE_SHARE = 2.0, 0.002  # seconds, and share of the budget, from which on a pause is said
-_LONG_START, _SAID_START = 0.75, 0.1  # share of the budget from which on the time of the start is warned of, or said
+_SAID_START = 0.1  # share of the budget from which on the time of the start is said
 _AIM, _MOST = 0.08, 0.1  # share of previews, evaluation and checkpoints; the end may take what is between the two
 _LEISURE = 0.7  # of the aim: only below it they come more often again, or it would go up and down
 _SETTLED = 0.25  # share of the budget from which on a plan says how long the run will be
@@ -100,17 +100,6 @@ class TimeBudget:
     def is_dear(costs: Mapping[str, float], step_seconds: float, seconds: float) -> bool:
         """Return whether previews at both ends, of these `costs` in steps, take more than their share of a budget."""
         return 2 * step_seconds * costs["preview"] > _MOST * seconds
-
-    @staticmethod
-    def warn_if_spent(seconds: float, began: float) -> None:
-        """Warn if the start of a new run has taken most of its time budget, and name a longer one."""
-        spent = time.monotonic() - began
-        if spent > _LONG_START * seconds:
-            left = "little is left to train" if spent < seconds else "one step is trained"
-            warn(
-                f"the start took {format_duration(spent)} of the {format_duration(seconds)} of --budget: {left}; "
-                f"give --budget {math.ceil(5 * spent / 60)}m or more, or --steps"
-            )
 
     @staticmethod
     def check_left(seconds: float, began: float, step_seconds: float, costs: Mapping[str, float]) -> None:

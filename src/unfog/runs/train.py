@@ -58,7 +58,6 @@ from unfog.runs.evaluation_hook import resolve_metrics
 from unfog.runs.previews import Previews
 from unfog.runs.ranks import RunContext, StoppableHooks, broadcast_config, device_for, watch_outages
 from unfog.runs.session import Session
-from unfog.runs.time_budget import TimeBudget
 from unfog.runs.weights.init_weights import adopt_latent_statistics, load_initial_weights
 from unfog.text import sanitize
 from unfog.training.checkpoints import snapshot
@@ -97,8 +96,6 @@ def train_run(config: Config, out: Path | None = None, callbacks: Sequence[objec
         auto = AutoSettings(settings, one_size.as_network_input.train, run.device, run.stop, run.world.size)
         auto.began = began
         auto.resolve()
-        if auto.budget:
-            TimeBudget.warn_if_spent(auto.budget, began)
         resolve_metrics(auto, one_size.train, run.device)
         run.stop.leave_if_requested()  # nothing is written yet, so there is nothing to save
         config = copy_autoencoder_into_run(folder, auto.config)

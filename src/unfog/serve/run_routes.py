@@ -27,7 +27,7 @@ from unfog.reporting.channel_sheets import read_channels
 from unfog.reporting.page.bundle import shell_html
 from unfog.serve import controls, run_detail
 from unfog.serve.metric_columns import Floats, Thinner
-from unfog.serve.runs import RunEntry
+from unfog.serve.runs import RunEntry, list_rows
 from unfog.serve.server import Json, Server, json_body, run_of, whole_number
 from unfog.text import sanitize
 
@@ -85,7 +85,7 @@ class _Runs:
     async def list(self, _: Request) -> Response:
         def read() -> Any:
             self._server.look()
-            return [run.as_json() for run in self._server.runs]
+            return list_rows(self._server.runs)
 
         # In a thread, as reading a folder of runs takes time in which no other page would be answered.
         return Json(await asyncio.to_thread(read))

@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from unfog.process.run_place import PATIENCE, folder_identity
 from unfog.process.run_status import RunStatus, best_metric, find_runs
 from unfog.reporting.records import ALIVE, Row, read_events, read_metrics
 from unfog.serve.metric_columns import LONG, MetricColumns, Sample, Thinner, read_sample
-from unfog.serve.run_files import machine_use, numbered_files, saved_values, stat_of
+from unfog.serve.run_files import checkpoint_steps, machine_use, numbered_files, read_settings, saved_values, stat_of
 from unfog.text import sanitize
 from unfog.training.settings import Evaluate
 
@@ -207,6 +207,11 @@ class RunEntry:
         self._summed = time.monotonic()
         return self.disk != before
 
+    @property
+    def can_draw(self) -> bool:
+        """True if a whole checkpoint is there, and not one of an autoencoder."""
+        return bool(checkpoint_steps(self.path)) and not read_settings(self.path).get("autoencoder.factor")
+
     def as_json(self) -> dict[str, Any]:
         """Return the row of the list: number, name and status of the run, and the bytes of its files. No paths."""
         if self.status is None:
@@ -219,6 +224,14 @@ class RunEntry:
         row |= {"bytes": self.disk, "age": age, "higher": self.status.higher_is_better}
         row |= {name.partition(".")[0]: size for name, size in self.sizes.items()}
         return {"id": self.id, "name": self.name, **row, **(machine_use(self.path) if self.running else {})}
+
+
+def list_rows(runs: Iterable[RunEntry]) -> list[dict[str, Any]]:
+    """Return the rows of the runs: first that of the newest one that can draw, which Draw opens; then by age."""
+    rows = [(run, run.as_json()) for run in runs]
+    rows.sort(key=lambda pair: math.inf if pair[1]["age"] is None else pair[1]["age"])
+    opened = next((run for run, _ in rows if run.can_draw), None)
+    return [row for _, row in sorted(rows, key=lambda pair: pair[0] is not opened)]
 
 
 class RunList:

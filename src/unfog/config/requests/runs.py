@@ -25,7 +25,8 @@ class RunsRequest:
     remove_broken: bool = False
     """Delete the checkpoints that were set aside as broken. They are never read again."""
     finished: bool = False
-    """Exit with status 3 unless all of them are finished, for job managers. torchrun ends a saved stop with 0."""
+    """Exit with status 3 unless all of them are finished, for job managers. Exports count as finished, as no training
+    is left. torchrun ends a saved stop with 0."""
 
     def __post_init__(self) -> None:
         if self.json and self.prometheus:

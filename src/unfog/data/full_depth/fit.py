@@ -67,7 +67,9 @@ def _unknown_line(settings: Data, unknown: NDArray[np.bool_], of: str) -> str:
     said = f"{settings.unknown_share:.2%} of the values are unknown, in {plural(images)} of {of}"
     complete = ", and samples are complete"
     return f"data.unknown = {settings.unknown}: {said}" + (
-        f"; {always:.2%} are unknown in all of them, and in samples" if always else complete
+        f"; {always:.2%} are unknown in all of them, and in samples: `unfog sample --measure` must not use these"
+        if always
+        else complete
     )
 
 

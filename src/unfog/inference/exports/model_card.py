@@ -14,6 +14,7 @@ from unfog.config.spec_strings import format_spec
 from unfog.evaluation.metrics import MetricResult
 from unfog.files.safe_files import list_folder
 from unfog.inference.evaluation_files import Evaluation, describe_sampling
+from unfog.inference.guide import is_guided_by_itself
 from unfog.inference.loaded_run import LoadedRun
 from unfog.process.machine_key import machine_key
 from unfog.process.run_folder import source_name
@@ -70,7 +71,7 @@ def model_card(run: LoadedRun, settings: CardSettings) -> str:
         f"# {_escaped(title)}",
         f"An image diffusion model, trained with Unfog {__version__}: step "
         f"{run.step:,}, {_weights(run)} weights, as {_FORMATS.get(settings.format, settings.format)}.",
-        *_guide_section(run, settings.format),
+        *_guide_section(run),
         f"![Samples of the model]({GRID})\n\n*{_escaped(settings.grid)}*",
         f"## How to use it\n\n{settings.usage}",
         *_conditions_section(settings.conditions),
@@ -86,13 +87,13 @@ def _weights(run: LoadedRun) -> str:
     return run.weights if run.ema is None else f"{run.weights} of width {run.ema:g}"
 
 
-def _guide_section(run: LoadedRun, kind: str) -> list[str]:
-    """Return a sentence on the guide that an export as a run lacks; [] if its run has none either."""
-    if kind != "run" or run.config.usual_guide == "none":
+def _guide_section(run: LoadedRun) -> list[str]:
+    """Return a sentence on the guide of the run, which an export lacks; [] if it has none either."""
+    if not is_guided_by_itself(run):
         return []
     return [
-        f"Samples of the run that it is of are guided by an earlier EMA (`guide = {run.config.usual_guide}`), which "
-        "this export lacks: its samples are not guided."
+        "Samples of the run that it is of are guided by an earlier EMA (`guide = auto`), which this export lacks: its "
+        "samples are not guided."
     ]
 
 

@@ -17,7 +17,6 @@ from unfog.files.safe_files import make_folder
 from unfog.inference.exports.diffusers import save_weights
 from unfog.inference.loaded_run import LoadedRun, swept_width, weights_digest
 from unfog.process.run_folder import RunFolder, source_name
-from unfog.reporting.progress import say
 from unfog.text import without_secrets
 from unfog.training.checkpoints.format import EMA
 from unfog.training.checkpoints.load import load_weights
@@ -41,8 +40,6 @@ def write_small_run(run: LoadedRun, network: nn.Module, sampler: Sampler, folder
             "--format run is of pixels, and this run generates latents of an autoencoder; copy the folder of the run, "
             "or give --format safetensors"
         )
-    if run.config.usual_guide != "none":
-        say(f"  samples of the run are guided (guide = {run.config.usual_guide}); those of this export are not")
     settings, checkpoint = settings_to_hand_on(run.config, sampler), run.checkpoint._replace(step=run.step)
     if (width := _other_width(run, network)) is not None:
         # The automatic second width suits any; and what was measured is of the EMA of the checkpoint.
