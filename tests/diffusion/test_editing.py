@@ -239,7 +239,7 @@ def test_paint_that_is_no_white_is_named_with_its_brightness(run):
     """A layer with red on transparency: the mask is not "black everywhere"."""
     layer = np.zeros((8, 8, 4), np.uint8)
     layer[2:5] = 255, 0, 0, 255
-    with pytest.raises(RequestError, match="its brightest is 76 of 255; .* transparent parts count as black"):
+    with pytest.raises(RequestError, match=r"its brightest is 76 of 255; .* transparent parts count as black"):
         run.sample(1, image=np.zeros((8, 8, 3), np.uint8), mask=layer)
 
 

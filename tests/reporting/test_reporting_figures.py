@@ -34,7 +34,7 @@ def images():
 def test_images_stand_over_their_counterparts_also_in_a_row_that_is_not_full():
     """Eleven pairs: the eleventh reconstruction stood in another row than its image."""
     images = np.arange(1, 12, dtype=np.uint8)[:, None, None].repeat(3, 1).repeat(5, 2)
-    cells = grid_of_pairs(images, 100 + images, columns=8)[::GAP + 3 * 25, ::GAP + 5 * 25, 0]
+    cells = grid_of_pairs(images, 100 + images, columns=8)[:: GAP + 3 * 25, :: GAP + 5 * 25, 0]
     assert cells.shape == (4, 8)
     assert (cells[0] == np.arange(1, 9)).all()
     assert cells[2].tolist() == [9, 10, 11, *[255] * 5]

@@ -173,7 +173,11 @@ def test_the_way_between_two_seeds_is_animated_with_its_pictures_as_frames(drawn
 
 @pytest.mark.slow
 def test_captions_that_alternate_between_two_seeds_are_warned_of(drawn, capsys):
-    for prompt, seed, warned in ((["a red heart", "star"], 2, True), (["star"], 2, False), (["dark", "star"], None, False)):
+    for prompt, seed, warned in (
+        (["a red heart", "star"], 2, True),
+        (["star"], 2, False),
+        (["dark", "star"], None, False),
+    ):
         drawn.prepare(3, prompt=prompt, given={"age": 0.5}, label=1, to_seed=seed)
         assert ("which alternate on the way to seed 2; give one" in capsys.readouterr().err) is warned
 

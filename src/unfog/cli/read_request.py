@@ -39,6 +39,7 @@ from unfog.custom import consent
 from unfog.errors import RequestError
 from unfog.process.run_folder import RunFolder, next_folder
 from unfog.runs.start import base_settings, check_new_run, new_run_settings
+from unfog.text import plural
 
 REQUESTS: dict[str, type] = {
     "train": TrainRequest,
@@ -64,6 +65,7 @@ REQUESTS: dict[str, type] = {
     "completion": CompletionRequest,
     "cache": CacheRequest,
 }
+_NAMED_RUNS = 5  # of a folder that was given in place of one of its runs
 _FOLDER_FOR = {"doctor": "the folder of the findings", "find-lr": "the folder of the plot"}
 
 
@@ -230,9 +232,20 @@ def _open_run(path: Path, else_say: str = "") -> RunFolder:
     except RequestError as error:
         missing = "it has no config.toml" if path.exists() else "there is no such folder"
         raise RequestError(
-            f"{quote(str(path))[1:-1]} is not a run{_similar_run(path) or f': {missing}{else_say}'}"
+            f"{quote(str(path))[1:-1]} is not a run{_runs_in(path) or _similar_run(path) or f': {missing}{else_say}'}"
         ) from error
     return folder
+
+
+def _runs_in(path: Path) -> str:
+    """Return the end of a message that names the newest runs in a folder; "" if it has none."""
+    try:
+        newest = sorted(path.glob("*/config.toml"), key=lambda file: file.stat().st_mtime, reverse=True)
+    except (OSError, ValueError):
+        return ""
+    named = [quote(str(file.parent))[1:-1] for file in newest[:_NAMED_RUNS]]
+    more = f" and {len(newest) - len(named)} more" * (len(newest) > len(named))
+    return f", but holds {plural(len(newest), 'run')}: {', '.join(named)}{more}; give one of them" if named else ""
 
 
 def _similar_run(path: Path) -> str:

@@ -35,7 +35,7 @@ from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import Floats
 from unfog.reporting.findings import Finding
-from unfog.reporting.image_grids import Pixels, grid, grid_of_pairs, stack
+from unfog.reporting.image_grids import Pixels, grid_of_pairs, stack
 from unfog.reporting.progress import say, warn
 from unfog.training.autoencoder_loss import AutoencoderLoss, psnr
 from unfog.training.checkpoints import format as checkpoint

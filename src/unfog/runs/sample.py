@@ -97,7 +97,9 @@ def _sample(request: SampleRequest, stored: Config, load: Callable[[], Run]) -> 
     animation = DenoisingAnimation(diffusion.path, steps, run.show) if denoises else None
     prepared = _prepare(request, run, asked)
     measurement, cells = prepared.measurement, prepared.cells
-    of_one_size = request.size or edit or measurement or strip or request.animate or request.to_seed is not None or cells
+    of_one_size = (
+        request.size or edit or measurement or strip or request.animate or request.to_seed is not None or cells
+    )
     pictures_in_table = request.given_table and image_columns(stored.columns)
     parts, digest = _parts(run, prepared, words, split=not (of_one_size or pictures_in_table))
     if request.out is None:  # in the run, into which a stranger may have put unfinished samples of any pictures
@@ -180,8 +182,8 @@ def _read_conditions(
     elif len(request.prompt) > 1 and not any(" " in prompt.strip() for prompt in request.prompt):
         told = [sanitize(prompt) for prompt in request.prompt[:_MOST_WORDS]]
         say(
-            f"  {plural(len(request.prompt), 'prompt')} of one word each: {', '.join(told)}; one prompt of several words "
-            f'stands in quotes: --prompt "{" ".join(told)}"'
+            f"  {plural(len(request.prompt), 'prompt')} of one word each: {', '.join(told)}; one prompt of several "
+            f'words stands in quotes: --prompt "{" ".join(told)}"'
         )
     elif prompts > request.n:
         say(f"  the first {request.n:,} of {prompts:,} prompts are drawn; -n {prompts} draws all of them")

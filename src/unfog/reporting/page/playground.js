@@ -15,12 +15,6 @@ const VIEWS = {x0: "guess of the image", x: "noisy state"};
 const WAIT = 250; // ms that a slider rests before it draws
 const two = (x) => +x.toPrecision(2);
 
-// Sides [width, height] at which a run draws from a picture: of the bucket whose shape is nearest, or of the run.
-function sidesFor(settings, [width, height]) {
-	const off = ([w, h]) => Math.abs(Math.log((w * height) / (h * width)));
-	return (settings.buckets || []).map((bucket) => sidesOf(bucket.split(":")[0])).sort((a, b) => off(a) - off(b))[0] || sidesOf(settings["data.size"]);
-}
-
 // Drawings of an answer, which may be older than those known here: newer drawings stay, and so do those that have ended.
 function joined(known, answer) {
 	const last = answer.at(-1)?.job ?? 0, ended = new Map(known.filter((one) => ENDED.includes(one.state)).map((one) => [one.job, one]));
@@ -206,7 +200,7 @@ class Playground extends View {
 		if (!file) return null;
 		return this.attempt(async () => {
 			const sent = await send(this.data, file);
-			this.edit = {upload: sent.upload, sides: [sent.width, sent.height], masked: false, found: sent.settings};
+			this.edit = {upload: sent.upload, masked: false, found: sent.settings};
 			announce("The picture was uploaded");
 		}, "The picture cannot be used: ");
 	}
@@ -221,7 +215,7 @@ class Playground extends View {
 	}
 
 	take(masked) {
-		this.edit = {job: this.job.job, picture: this.shown, sides: sidesOf(this.job.size || this.detail.settings["data.size"]), masked};
+		this.edit = {job: this.job.job, picture: this.shown, masked};
 		if (masked) this.pane = "draw";
 		announce(masked ? "Paint over what is to be drawn anew" : "Variations start from this picture");
 	}
@@ -316,15 +310,12 @@ class Playground extends View {
 	}
 
 	editing() {
-		const {edit} = this;
+		const {edit} = this, [width, height] = sidesOf(this.detail.settings["data.size"]);
 		if (!edit) return this.setting("Start from a picture (its settings are read, too)", html`<input type="file" accept="image/*" @change=${(e) => this.upload(e.target.files[0])}>`, "wide");
-		const [width, height] = sidesFor(this.detail.settings, edit.sides), stretched = [edit.sides[0] * height, edit.sides[1] * width];
-		const cropped = Math.round(100 * (1 - Math.min(...stretched) / Math.max(...stretched)));
 		const url = edit.upload ? this.data.url(`api/upload/${edit.upload}.png?run=${this.run}`) : this.data.url(`api/draw/${edit.job}/${edit.picture}.png`);
-		return html`<fieldset><legend>Start from ${edit.upload ? "an upload" : `picture ${edit.picture + 1} of drawing ${edit.job}`}</legend>
+		return html`<fieldset><legend>Start from ${edit.upload ? "an upload, cropped to the nearest shape of the run" : `picture ${edit.picture + 1} of drawing ${edit.job}`}</legend>
 			${edit.found ? html`<p>This picture was drawn here. <button type="button" @click=${() => this.adopt(edit.found)}>Take its settings</button></p>` : ""}
 			${edit.masked ? html`<unfog-mask .url=${url} .width=${width} .height=${height}></unfog-mask>` : html`<img class="exact start" src=${url} alt="The picture to start from">`}
-			${cropped ? html`<p class="soft">It is drawn at ${width}x${height}, and ${cropped}% of the picture is cropped away.</p>` : ""}
 			<label class="check"><input type="checkbox" .checked=${edit.masked} @change=${(e) => (this.edit = {...edit, masked: e.target.checked})}> paint a mask (inpainting)</label>
 			${this.field("strength", "Strength", {min: 0, max: 1, step: 0.05, usual: edit.masked ? 1 : 0.6})}
 			${edit.masked ? this.field("repeats", "Repeats", {min: 1, max: 50, usual: 10}) : ""}
@@ -362,7 +353,7 @@ class Playground extends View {
 				${found ? html`<figure>${[...Array(copies.shown).keys()].map((k) => tile(this.sheets, `${job.job}/nearest.webp`, i * copies.shown + k, job.pictures * copies.shown, `Training image ${k + 1} nearest to picture ${i + 1}`, Math.max(1, Math.floor(96 / size)), copies.shown))}<figcaption>nearest training images</figcaption></figure>` : ""}
 				${job.edit?.mask && job.pictures > 1 ? html`<figure>${tile(this.sheets, `${job.job}/disagreement.webp`, 0, 1, "Where the fillings disagree: bright is most", scale)}<figcaption>where the ${job.pictures} fillings disagree</figcaption></figure>` : ""}</div>
 			${kept ? html`<p class=${kept.equal ? "kept" : "error"}>${kept.equal ? `✓ Checked: all ${count(kept.pixels)} kept pixels are equal to the bit in every filling.` : "✕ Kept pixels differ: this is a bug."}</p>` : ""}
-			${found ? html`<p>This is ${found.copy ? "" : "not "}a copy: the nearest of ${count(copies.searched)} training images is at ${two(found.ratio)} of the distance of the next ones (1: no nearer). A copy is below ${two(copies.limit)}${copies.limit < copies.usual ? ` (${copies.usual} is usual, but your images are alike)` : ""}. For comparison: ${count(copies.unseen.count)} ${copies.unseen.what.startsWith("training") ? "of your own images, each against the others," : copies.unseen.what} are at ${two(copies.unseen.ratio)}.${copies.cropped ? ` The ${count(copies.cropped)} of another shape were cropped to that of the picture, as an upload is.` : ""}</p>` : ""}
+			${found ? html`<p>This is ${found.copy ? "" : "not "}a copy: the nearest of ${count(copies.searched)} training images is at ${two(found.ratio)} of the distance of the next ones (1: no nearer). A copy is below ${two(copies.limit)}${copies.limit < copies.usual ? ` (${copies.usual} is usual, but your images are alike)` : ""}. For comparison: ${copies.unseen.count} ${copies.unseen.what} are at ${two(copies.unseen.ratio)}.</p>` : ""}
 			${copies?.state === "failed" ? html`<p class="error">${copies.error}</p>` : ""}
 			${job.pictures ? html`<div class="bar">${job.has_channels ? "" : html`<button @click=${() => this.take(false)}>Variations</button><button @click=${() => this.take(true)}>Paint into it</button>`}
 				<button ?disabled=${Boolean(copies) || job.has_channels} @click=${() => this.attempt(async () => (this.job = await this.data.post(`api/draw/${job.job}/copies`, {})))}>${copies?.state === "waiting" ? "Searching …" : "Is it a copy?"}</button>

@@ -57,7 +57,7 @@ const CONTROLS = {
 		return html`<div class="setting wide condition" role="group" aria-label=${name}>${label}<input aria-label="${name}, ${low.length} numbers with ; between them" placeholder=${usual} .value=${value} @change=${(e) => change(e.target.value.trim(), true)}></div>`;
 	},
 	text({name}, value, change, label, rare) {
-		return html`<div class="setting wide condition" role="group" aria-label="Prompt"><span>Prompt</span><input aria-label="Prompt, a caption of ${name}" placeholder="any caption" maxlength="4096" .value=${value} @input=${(e) => change(e.target.value)}>${rareWords(rare)}</div>`;
+		return html`<div class="setting wide condition" role="group" aria-label="Prompt"><span>Prompt</span><input aria-label="Prompt, a caption of ${name}" placeholder="one caption; several: Grid" maxlength="4096" .value=${value} @input=${(e) => change(e.target.value)}>${rareWords(rare)}</div>`;
 	},
 };
 

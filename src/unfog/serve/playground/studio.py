@@ -184,10 +184,8 @@ def find_copies(channel: Channel, job: int, message: Message) -> None:
     """
     drawn = np.frombuffer(message.body, np.uint8).reshape(message.head["images"])
     dataset = load_run_images(RunFolder(Path(message.head["run"])).read_config(), StopSignals())
-    size = size_of(*drawn.shape[1:3])
-    of_other_shapes = sum(bucket.images for bucket in dataset.size_buckets if bucket.size != size)
-    # As an upload of another shape was.
-    dataset = cropped_to(dataset, size)
+    # Those of other shapes are cropped to that of the pictures, as an upload was.
+    dataset = cropped_to(dataset, size_of(*drawn.shape[1:3]))
     if len(dataset.train) < FEWEST:
         raise RequestError(f"of {len(dataset.train)} training images all are near; at least {FEWEST} are needed")
     near = find_nearest_images(drawn, dataset)
@@ -199,9 +197,8 @@ def find_copies(channel: Channel, job: int, message: Message) -> None:
         "limit": round(near.limit, 4),
         "usual": COPY,
         "searched": len(dataset.train),
-        "cropped": of_other_shapes,
         "unseen": {
-            "what": near.what,
+            "what": near.what if len(dataset.held_out) else "of your own images, each against the others,",
             "count": len(near.unseen.ratio),
             "ratio": round(float(np.median(near.unseen.ratio)), 4),
         },
