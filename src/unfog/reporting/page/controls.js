@@ -111,13 +111,12 @@ class Form extends View {
 
 	render() {
 		if (!this.fields) return html`<p class="soft">${this.failed || "Reading the settings …"}</p>`;
-		const fits = finder(this.find), sought = (f) => this.find.trim() && fits(`${f.name} ${f.flag} ${f.help} ${f.words}`);
-		const common = this.fields.filter((f) => f.common), rest = this.fields.filter((f) => !f.common && (f.name in this.given || sought(f)));
-		const above = common.filter(sought).map((f) => f.name).join(", ");
+		const fits = finder(this.find), found = (f) => f.name in this.given || (this.find.trim() && fits(`${f.name} ${f.flag} ${f.help} ${f.words}`));
+		const rest = this.fields.filter((f) => (this.find || !f.common) && found(f)), common = this.fields.filter((f) => f.common && !rest.includes(f));
 		return html`<form @submit=${(e) => { e.preventDefault(); this.send(this.path); }}>
 			<div class="fields">${common.map((f) => this.field(f))}</div>
 			<p><label>All other settings <input type="search" placeholder="captions, lr, ema …" .value=${this.find} @input=${(e) => (this.find = e.target.value)}></label>
-				<span class="soft" role="status">${this.find ? `${rest.length} found${above && `; above: ${above}`}` : `${this.fields.length - common.length} more`}</span></p>
+				<span class="soft" role="status">${this.find ? `${rest.length} found` : `${this.fields.length - common.length} more`}</span></p>
 			<div class="fields">${rest.slice(0, 40).map((f) => this.field(f))}</div>
 			<div class="bar"><button class="accent" ?disabled=${Boolean(this.failed)}>${this.kind === "resume" ? "Resume" : "Train"}</button>
 				${this.actions.map(([label, path]) => html`<button type="button" @click=${() => this.send(path)}>${label}</button>`)}${command(this.line)}</div>

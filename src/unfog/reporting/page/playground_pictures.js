@@ -13,7 +13,7 @@ const HINTS = {
 	hole: "a picture; its transparent or painted pixels are filled in",
 };
 
-// Send a file as PNG, which is what the server takes. One that is a PNG stays as it is, with its labels and its transparency.
+// Send a file as PNG, which the server takes. A PNG is sent unchanged, with its labels and transparency.
 export async function send(data, file) {
 	let blob = file;
 	if (file.type !== "image/png") {

@@ -24,7 +24,7 @@ from unfog.data.sources.image_files import open_bytes
 from unfog.diffusion.steps import SamplingStep
 from unfog.errors import RequestError
 from unfog.inference.loaded_run import load_run_images
-from unfog.inference.memorization import COPY, FEWEST, find_nearest_images
+from unfog.inference.memorization import COPY, FEWEST, UnseenImages, find_nearest_images
 from unfog.inference.run import Run
 from unfog.pipeline.condition_pictures import condition_pictures
 from unfog.pipeline.edit_images import build_edit
@@ -198,7 +198,7 @@ def find_copies(channel: Channel, job: int, message: Message) -> None:
         "usual": COPY,
         "searched": len(dataset.train),
         "unseen": {
-            "what": near.what if len(dataset.held_out) else "of your own images, each against the others,",
+            "what": near.what if UnseenImages(dataset).enough else "of your own images, each against the others,",
             "count": len(near.unseen.ratio),
             "ratio": round(float(np.median(near.unseen.ratio)), 4),
         },
