@@ -331,8 +331,8 @@ class _AutoencoderPreviews(Previews):
             return np.full((8, 8, 3), 255, np.uint8)  # a small data set holds nothing out: a blank image
         assert isinstance(self.held_out, HeldOut)  # an autoencoder is not trained in buckets
         x0 = self.held_out.x0[:count]
-        shown = (self.config.image_format.to_view(images) for images in (x0, self._reconstruct(x0)))
-        return grid_of_pairs(*shown, columns=_COLUMNS)
+        originals, reconstructions = map(self.config.image_format.to_view, (x0, self._reconstruct(x0)))
+        return grid_of_pairs(originals, reconstructions, _COLUMNS)
 
     def _reconstruct(self, x0: Tensor) -> Tensor:
         network = self.state.model

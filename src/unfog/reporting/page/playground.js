@@ -93,7 +93,7 @@ class Playground extends View {
 		}
 	}
 
-	// Show the newest state of a drawing, unless another one was begun, or this one has ended, while the server answered.
+	// Show the newest state of a drawing, unless another was begun, or this one ended, while the server answered.
 	update(number) {
 		return this.open(number, (job) => this.job?.job !== number || (ENDED.includes(this.job.state) && !ENDED.includes(job.state)));
 	}

@@ -1,4 +1,4 @@
-// Conditions that are images: a file, or painted here. A mask is painted with its labels, the hole of a picture by a brush.
+// Conditions that are images: a file, or painted here: a mask with its labels, the hole of a picture by a brush.
 
 import {html} from "./vendor/lit.js";
 import {View, announce, sidesOf} from "./util.js";
