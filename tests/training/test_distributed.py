@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 from itertools import pairwise
@@ -33,7 +34,9 @@ from unfog.device.sharded_rng import rows_of, seed_generators, with_own_seed
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.errors import LostProcess, RequestError
+from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
+from unfog.process.run_status import RunStatus
 from unfog.runs.train import _lost_process_explained  # no process has to be lost
 from unfog.training.batches import split_batch
 from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatus  # the ranks are in one process
@@ -375,3 +378,24 @@ def test_processes_that_are_killed_and_that_hang_cost_nothing(tmp_path):
     assert largest_difference(weights(calm), weights(hit)) == 0
     assert [row["step"] for row in rows(hit)] == list(range(1, 25))
     assert [row["loss"] for row in rows(hit)] == [row["loss"] for row in rows(calm)]
+
+
+@pytest.mark.exhaustive
+def test_a_process_that_is_killed_during_a_preview_is_named_and_not_waited_for(tmp_path):
+    run = tmp_path / "run"
+    given = ("--preview.every", 2, "--preview.images", 64, "--sampler.steps", 1000)
+    words = [word for pair in zip(SETTINGS[::2], SETTINGS[1::2]) if pair[0] not in given for word in pair]
+    process = launched(2, "train", run, "--steps", 400, *words, *given)
+    beat = {}
+    while not (beat.get("step") and "preview" in beat["doing"]):
+        assert process.poll() is None
+        time.sleep(0.05)
+        beat = Heartbeat.read(run) or {}
+    time.sleep(1)  # with the samples under way
+    os.kill(killed := workers(process)[1], signal.SIGKILL)
+    began = time.monotonic()
+    said = output(process, status=1)
+    assert f"rank 1 ({socket.gethostname()}, process {killed})" in said, said
+    assert time.monotonic() - began < 25, said  # torchrun would end it after 30 s
+    assert RunStatus.read(run).state == "stopped"
+    assert max(int(one.name) for one in (run / "checkpoints").glob("[0-9]*")) == 2

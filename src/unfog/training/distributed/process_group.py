@@ -80,8 +80,30 @@ class ProcessGroup:
         dist.init_process_group(backend, store=group, rank=self.rank, world_size=self.size, timeout=patience)
         self._watchdog.timeout, self._begun = timeout, True
 
-    def destroy_process_group(self) -> None:
-        """Destroy the group that `init_process_group` made, if any."""
+    def lost_rank(self) -> str:
+        """Return the name of a rank whose process ended before the run; "" if none on this machine has."""
+        return "" if self._watchdog is None else self._watchdog.find_ended(self._missing())
+
+    def leave(self) -> None:
+        """Wait until all ranks are here, as the store may live in the first process, and destroy the group if any.
+
+        Raises:
+            LostProcess: the process of a rank has ended before it came here.
+        """
+        if self._store is None:
+            return
+        self.set_phase("waiting for all")
+        self._store.set(f"left/{self.rank}", "")
+
+        def not_lost() -> None:
+            # A rank may end between the two looks, after it has left.
+            if (name := self.lost_rank()) and self.lost_rank() == name:
+                raise LostProcess(
+                    f"{name} has ended; what this run has saved is whole: unfog resume continues it, as torchrun does "
+                    "by itself with --max-restarts"
+                )
+
+        self._wait([f"left/{rank}" for rank in range(self.size)], not_lost)
         if self._begun:
             self._begun = False
             dist.destroy_process_group()
@@ -176,7 +198,11 @@ class ProcessGroup:
         # The last rank notifies the others; a barrier of torch would time out while rank 0 reads images for an hour.
         if self._store.add(f"met/{self._barriers}", 1) == self.size:
             self._store.set(f"all met/{self._barriers}", "")
-        self._wait(f"all met/{self._barriers}")
+        self._wait([f"all met/{self._barriers}"])
+
+    def _missing(self) -> list[int]:
+        """Return the ranks that have not left."""
+        return [] if self._store is None else [i for i in range(self.size) if not self._store.check([f"left/{i}"])]
 
     def _send(self, key: str, message: dict[str, Any]) -> None:
         assert self._store is not None
@@ -188,7 +214,7 @@ class ProcessGroup:
 
     def _receive(self, key: str, shared: bool) -> Any:
         jobs, part = self._shared_work(key), self.part
-        self._wait(key, (lambda: jobs.help(part)) if shared and part is not None else lambda: None)
+        self._wait([key], (lambda: jobs.help(part)) if shared and part is not None else lambda: None)
         assert self._store is not None
         message = json.loads(self._store.get(key))
         if "stopped" in message:
@@ -197,12 +223,12 @@ class ProcessGroup:
             raise RunError(f"rank 0 failed: {message['failed']}")
         return message["value"]
 
-    def _wait(self, key: str, meanwhile: Callable[[], None] = lambda: None) -> None:
+    def _wait(self, keys: list[str], meanwhile: Callable[[], None] = lambda: None) -> None:
         assert self._store is not None
         pause = 0.001
         try:
             # Polled, because the store's own wait would time out and block the watchdog's heartbeats.
-            while not self._store.check([key]):
+            while not self._store.check(keys):
                 meanwhile()
                 time.sleep(pause)
                 pause = min(2 * pause, _POLL_SECONDS)

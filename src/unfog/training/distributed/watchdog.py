@@ -7,13 +7,15 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
+
+from unfog.files.locks import Owner
 
 # Phases of a step, in order. None of them takes long, other than by waiting for other ranks.
 _STEP = ("data", "forward", "backward", "agreeing")
@@ -84,7 +86,16 @@ class Watchdog:
         """Note the phase that begins now."""
         self._at = (phase, step, time.monotonic())
 
+    def find_ended(self, ranks: Iterable[int]) -> str:
+        """Return the name of one of these ranks whose process on this machine has ended; "" if none is known to."""
+        for rank in ranks:
+            owner = Owner.parse(self._store.get(f"owner/{rank}").decode())
+            if owner is not None and owner.is_gone():
+                return f"rank {rank} ({owner.host}, process {owner.pid})"
+        return ""
+
     def __enter__(self) -> Watchdog:
+        self._store.set(f"owner/{self.rank}", str(Owner.this_process()))
         self._tell()
         self._thread.start()
         return self
