@@ -381,21 +381,26 @@ def test_processes_that_are_killed_and_that_hang_cost_nothing(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_process_that_is_killed_during_a_preview_is_named_and_not_waited_for(tmp_path):
+@pytest.mark.parametrize(("step", "state"), [(0, "failed"), (2, "stopped")])
+def test_a_process_that_is_killed_during_a_preview_is_named_and_not_waited_for(tmp_path, step, state):
     run = tmp_path / "run"
-    given = ("--preview.every", 2, "--preview.images", 64, "--sampler.steps", 1000)
-    words = [word for pair in zip(SETTINGS[::2], SETTINGS[1::2]) if pair[0] not in given for word in pair]
-    process = launched(2, "train", run, "--steps", 400, *words, *given)
+    replaced = {"--preview.every": 2, "--preview.images": 2, "--sampler.steps": 1000}
+    given = [replaced.get(before, word) for before, word in pairwise(("", *SETTINGS))]
+    process = launched(2, "train", run, "--steps", 400, "--size", 8, *given)
     beat = {}
-    while not (beat.get("step") and "preview" in beat["doing"]):
+    while (beat.get("doing"), beat.get("step")) != ("preview", step):
         assert process.poll() is None
         time.sleep(0.05)
         beat = Heartbeat.read(run) or {}
-    time.sleep(1)  # with the samples under way
-    os.kill(killed := workers(process)[1], signal.SIGKILL)
-    began = time.monotonic()
+    killed = workers(process)[1]
+    os.kill(killed, signal.SIGKILL)
+    began, name = time.monotonic(), f"rank 1 ({socket.gethostname()}, process {killed}) has ended"
     said = output(process, status=1)
-    assert f"rank 1 ({socket.gethostname()}, process {killed})" in said, said
-    assert time.monotonic() - began < 25, said  # torchrun would end it after 30 s
-    assert RunStatus.read(run).state == "stopped"
-    assert max(int(one.name) for one in (run / "checkpoints").glob("[0-9]*")) == 2
+    assert name in said
+    assert "forcefully" not in said, "torchrun kills what has not ended after 30 s"
+    assert time.monotonic() - began < 28
+    status = RunStatus.read(run)
+    assert status.state == state
+    assert name in status.detail
+    if step:  # of a stop, nothing is lost
+        assert max(int(one.name) for one in (run / "checkpoints").glob("[0-9]*")) == step

@@ -32,6 +32,7 @@ from unfog.training.distributed.watchdog import STOP, Watchdog
 from unfog.training.settings import Training
 
 _POLL_SECONDS, _PART_POLL_SECONDS = 0.05, 0.005
+_LOST_SECONDS = 1.0  # between two looks at the processes of this machine
 _PIECE = 2**22  # bytes; the store refuses values above 8 MiB
 T = TypeVar("T")
 # (job, rank, ranks) -> the part of the job that this rank computes, an array of numbers.
@@ -81,8 +82,11 @@ class ProcessGroup:
         self._watchdog.timeout, self._begun = timeout, True
 
     def lost_rank(self) -> str:
-        """Return the name of a rank whose process ended before the run; "" if none on this machine has."""
-        return "" if self._watchdog is None else self._watchdog.find_ended(self._missing())
+        """Return the name of a rank whose process has ended before it left; "" if none of this machine has."""
+        for rank, owner in ({} if self._watchdog is None else self._watchdog.find_ended()).items():
+            if self._store is not None and not self._store.check([f"left/{rank}"]):
+                return f"rank {rank} ({owner.host}, process {owner.pid})"
+        return ""
 
     def leave(self) -> None:
         """Wait until all ranks are here, as the store may live in the first process, and destroy the group if any.
@@ -94,16 +98,7 @@ class ProcessGroup:
             return
         self.set_phase("waiting for all")
         self._store.set(f"left/{self.rank}", "")
-
-        def not_lost() -> None:
-            # A rank may end between the two looks, after it has left.
-            if (name := self.lost_rank()) and self.lost_rank() == name:
-                raise LostProcess(
-                    f"{name} has ended; what this run has saved is whole: unfog resume continues it, as torchrun does "
-                    "by itself with --max-restarts"
-                )
-
-        self._wait([f"left/{rank}" for rank in range(self.size)], not_lost)
+        self._wait([f"left/{rank}" for rank in range(self.size)])
         if self._begun:
             self._begun = False
             dist.destroy_process_group()
@@ -200,10 +195,6 @@ class ProcessGroup:
             self._store.set(f"all met/{self._barriers}", "")
         self._wait([f"all met/{self._barriers}"])
 
-    def _missing(self) -> list[int]:
-        """Return the ranks that have not left."""
-        return [] if self._store is None else [i for i in range(self.size) if not self._store.check([f"left/{i}"])]
-
     def _send(self, key: str, message: dict[str, Any]) -> None:
         assert self._store is not None
         self._store.set(key, json.dumps(message, default=float))
@@ -225,15 +216,26 @@ class ProcessGroup:
 
     def _wait(self, keys: list[str], meanwhile: Callable[[], None] = lambda: None) -> None:
         assert self._store is not None
-        pause = 0.001
+        pause, looked = 0.001, time.monotonic()
         try:
             # Polled, because the store's own wait would time out and block the watchdog's heartbeats.
             while not self._store.check(keys):
                 meanwhile()
                 time.sleep(pause)
                 pause = min(2 * pause, _POLL_SECONDS)
+                if time.monotonic() - looked > _LOST_SECONDS:
+                    looked = time.monotonic()
+                    self._check_lost()
         except (dist.DistError, RuntimeError) as error:
             raise LostProcess(f"the process that holds torchrun's store is gone ({error})") from None
+
+    def _check_lost(self) -> None:
+        """LostProcess if the process of another rank has ended, which would be waited for without end."""
+        if name := self.lost_rank():
+            raise LostProcess(
+                f"{name} has ended; unfog resume continues from the newest checkpoint, as torchrun does by itself "
+                "with --max-restarts"
+            )
 
 
 def _failure_message(error: BaseException) -> dict[str, str]:

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple
@@ -77,6 +77,7 @@ class Watchdog:
         self._at = ("starting", -1, time.monotonic())
         self._number = 0
         self._seen: dict[int, tuple[int, float]] = {}  # of each rank: its last sign's number, and when it was new
+        self._owners: dict[int, Owner] = {}
         self._over = threading.Event()
         self.stop_requested: Callable[[], bool] = lambda: False
         """Whether this rank is asked to stop, which the others are told."""
@@ -86,13 +87,15 @@ class Watchdog:
         """Note the phase that begins now."""
         self._at = (phase, step, time.monotonic())
 
-    def find_ended(self, ranks: Iterable[int]) -> str:
-        """Return the name of one of these ranks whose process on this machine has ended; "" if none is known to."""
-        for rank in ranks:
-            owner = Owner.parse(self._store.get(f"owner/{rank}").decode())
-            if owner is not None and owner.is_gone():
-                return f"rank {rank} ({owner.host}, process {owner.pid})"
-        return ""
+    def find_ended(self) -> dict[int, Owner]:
+        """Return the owners, by rank, of the ranks of this machine whose processes have ended."""
+        if not self._owners:  # which all ranks publish as they begin, and never change
+            keys = [f"owner/{rank}" for rank in range(self.size)]
+            if not self._store.check(keys):
+                return {}
+            found = {rank: Owner.parse(one.decode()) for rank, one in enumerate(self._store.multi_get(keys))}
+            self._owners = {rank: one for rank, one in found.items() if one is not None}
+        return {rank: owner for rank, owner in self._owners.items() if owner.is_gone()}
 
     def __enter__(self) -> Watchdog:
         self._store.set(f"owner/{self.rank}", str(Owner.this_process()))
