@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -34,6 +35,7 @@ from unfog.device.sharded_rng import rows_of, seed_generators, with_own_seed
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.errors import LostProcess, RequestError
+from unfog.files.locks import Owner, started_at
 from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.process.run_status import RunStatus
@@ -43,6 +45,7 @@ from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatu
 from unfog.training.distributed.process_group import local_device
 from unfog.training.distributed.watchdog import (  # the ranks are in one process
     AWAITING_IMAGES,
+    Watchdog,
     _find_failed_rank,
     _Heartbeat,
 )
@@ -378,6 +381,25 @@ def test_processes_that_are_killed_and_that_hang_cost_nothing(tmp_path):
     assert largest_difference(weights(calm), weights(hit)) == 0
     assert [row["step"] for row in rows(hit)] == list(range(1, 25))
     assert [row["loss"] for row in rows(hit)] == [row["loss"] for row in rows(calm)]
+
+
+def test_ranks_that_have_left_are_waited_for_no_more_and_those_that_have_ended_are_named(monkeypatch):
+    monkeypatch.setattr("unfog.training.distributed.process_group._LOST_SECONDS", 0.0)
+    with started("sleep", 60) as process:
+        store = torch.distributed.HashStore()
+        owner = replace(Owner.this_process(), pid=process.pid, start=started_at(process.pid))
+        store.set("owner/1", str(owner))
+        with Watchdog(0, 2, store, timeout=60) as watchdog:
+            world = World(0, 2, store, watchdog)
+            assert world.lost_rank() == ""
+            process.kill()
+            process.wait()
+            for wait in (world.barrier, world.leave):
+                with pytest.raises(LostProcess, match=rf"^rank 1 \({owner.host}, process {process.pid}\) has ended; "):
+                    wait()
+            store.set("left/1", "")  # it ended as it should
+            assert world.lost_rank() == ""
+            world.leave()
 
 
 @pytest.mark.exhaustive

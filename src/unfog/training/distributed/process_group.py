@@ -70,6 +70,7 @@ class ProcessGroup:
         if self._store is None or self._watchdog is None or self._begun:
             return
         self.barrier()  # rank 0 may have prepared for longer than torch's process group waits
+        self._check_lost()  # a rank that has come and was killed; torch would wait for it in a call that no signal ends
         self.set_phase("meeting")
         backend = "gloo"
         if device.type == "cuda":
