@@ -104,6 +104,15 @@ def test_pictures_say_how_unknown_pixels_look_only_if_they_show_some():
     assert [samples_show_unknown(masked.with_view(view)) for view in ("1", "0")] == [True, False]
 
 
+def test_a_pixel_with_one_unknown_channel_of_three_is_black_in_colours():
+    format = ImageFormat(3, 8, 8, StoredValues("float32", low=0.0, high=1.0, filler=math.nan))
+    pictures = np.full((1, 8, 8, 3), 0.9, np.float32)
+    pictures[0, 2, 3, 1:] = math.nan
+    shown = format.view(pictures)
+    assert not shown[0, 2, 3].any()
+    assert (np.delete(shown.reshape(-1, 3), 2 * 8 + 3, 0) > 200).all()
+
+
 def filled(number: float, share: float = 0.1) -> np.ndarray:
     """Sea temperatures and salinities, of which some are hidden by a number."""
     made = np.random.default_rng(0).normal([280, 35], [8, 0.4], (20, 8, 8, 2)).astype(np.float32)

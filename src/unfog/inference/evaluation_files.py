@@ -92,7 +92,9 @@ class Evaluation:
     drawn: Mapping[str, Any]
     """Settings of the samples: sampler, steps, seed, guidance, weights, reference."""
     measured: Sequence[MetricResult]
-    """Each metric with its value, interval and standard error."""
+    """Each metric with `metric`, its name, and `value`; `low` and `high`, the 95% interval, and `error`, the standard
+    error; `real`, what other real images reach, and `real_low` and `real_high`, its ends over random halves. Numbers
+    are None if unknown."""
     copies: Sequence[Mapping[str, Any]] = ()
     """Searches for copies of training images: by, severity, evidence, remedy, facts, picture (a file name)."""
     verdict: str = ""
@@ -122,7 +124,7 @@ class Evaluation:
         raise KeyError(metric)
 
     def __repr__(self) -> str:
-        named = [f"{one.metric} {one.value:.4g}" for one in self.measured if one.value is not None]
+        named = [f"{one.metric} {one.value:.4g}{_interval(one)}" for one in self.measured if one.value is not None]
         metrics = ", ".join([*named, *(f"{one.condition} {one.measure} {one.value:.4g}" for one in self.obeys)])
         what = "images" if self.step is None else f"step {self.step:,}"
         return f"<evaluation of {what}: {metrics or 'no metrics'}>"
@@ -209,6 +211,10 @@ def describe_sampling(drawn: Mapping[str, Any], without: str = "") -> str:
     }
     spelled = ((name, said.get(name, f"{name} {{}}".format)(value)) for name, value in drawn.items())
     return ", ".join(text for name, text in spelled if name != without)
+
+
+def _interval(one: MetricResult) -> str:
+    return "" if one.low is None or one.high is None else f" [{one.low:.4g}, {one.high:.4g}]"
 
 
 def _table_row(one: MetricResult) -> tuple[str, ...]:

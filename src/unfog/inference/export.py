@@ -241,6 +241,8 @@ def _check(run: LoadedRun, sampler: Sampler, kind: str) -> None:
         raise RequestError(
             f"the network of this run is {run.config.network.path}, whose code is not ours to copy; "
             "--format onnx or pt2 exports its graph"
+            + "; the denoiser is c_skip x + c_out y(c_in x, c_noise), with numbers from model.json"
+            * (kind == "denoiser")
         )
     maps = {one.kind for one in run.config.image_format.values.maps}
     if kind != "run" and (others := maps - ({*values_torch.MAPS} & {*values_numpy.MAPS})):
