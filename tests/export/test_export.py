@@ -487,8 +487,10 @@ def test_what_is_written_is_compared_and_an_export_that_differs_leaves_nothing(t
 def test_a_network_of_other_code_is_refused_with_the_remedy(tmp_path):
     run = run_of()
     run.config = replace(run.config, network=CustomNetwork(path="mine.Net"))
-    with pytest.raises(RequestError, match=r"mine\.Net.*--format onnx"):
+    with pytest.raises(RequestError, match=r"mine\.Net.*--format onnx or pt2 exports its graph$"):
         run.export(tmp_path / "out")
+    with pytest.raises(RequestError, match=r"the denoiser is c_skip x \+ c_out y\(c_in x, c_noise\), .* model\.json"):
+        run.export(tmp_path / "out", format="denoiser")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -20,6 +20,7 @@ from unfog.config.spec_strings import (
     MAX_INT,
     FormatError,
     SampleGrid,
+    StepOrRun,
     describe_mismatch,
     field_types,
     lookup,
@@ -250,6 +251,10 @@ def of_type(annotation: Any, value: Any, name: str) -> Any:
         if isinstance(value, Mapping | list | tuple) or (isinstance(value, str) and "=" in value):
             return parse_weights(value, name)
         annotation = float
+    if annotation == StepOrRun:
+        if isinstance(value, str):
+            return parse_value(annotation, [value])
+        annotation = Path if isinstance(value, Path) else int
     args = typing.get_args(annotation)
     if typing.get_origin(annotation) is tuple and isinstance(value, list | tuple):
         if args[-1] is not Ellipsis and len(value) != len(args):

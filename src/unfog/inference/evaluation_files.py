@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
+from torch import nn
 
 from unfog.data.buckets.joined_set import Rows, scale
 from unfog.data.dataset import Dataset, ImageSet
@@ -63,6 +64,16 @@ class EvaluationPart(NamedTuple):
         return self.run.config.image_format.sides
 
 
+class Against(NamedTuple):
+    """Another network whose held-out losses are compared, image by image."""
+
+    key: int | str
+    """The step of the same run, or a digest of the weights of another."""
+    name: str
+    """For the note on the difference: "at step 500"."""
+    load: Callable[[], nn.Module]
+
+
 class EvaluationSetup(NamedTuple):
     """An evaluation request with every open setting chosen."""
 
@@ -75,7 +86,7 @@ class EvaluationSetup(NamedTuple):
     dataset: Dataset
     """Of the run."""
     reference_name: str
-    against: int | None
+    against: Against | None
     guide: Denoiser | None = None
     """Weaker network of autoguidance."""
     guide_name: str = ""

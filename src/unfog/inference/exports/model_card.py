@@ -13,6 +13,7 @@ from unfog._version import __version__
 from unfog.config.spec_strings import format_spec
 from unfog.evaluation.metrics import MetricResult
 from unfog.files.safe_files import list_folder
+from unfog.inference.compare_images import real_text
 from unfog.inference.evaluation_files import Evaluation, describe_sampling
 from unfog.inference.guide import is_guided_by_itself
 from unfog.inference.loaded_run import LoadedRun
