@@ -105,7 +105,7 @@ def test_pictures_say_how_unknown_pixels_look_only_if_they_show_some():
 
 
 def test_a_pixel_with_one_unknown_channel_of_three_is_black_in_colours():
-    format = ImageFormat(3, 8, 8, StoredValues("float32", low=0.0, high=1.0, filler=math.nan))
+    format = ImageFormat(3, 8, 8, StoredValues("float32", low=0.0, high=1.0, unknown="nan"))
     pictures = np.full((1, 8, 8, 3), 0.9, np.float32)
     pictures[0, 2, 3, 1:] = math.nan
     shown = format.view(pictures)

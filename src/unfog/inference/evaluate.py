@@ -111,7 +111,8 @@ def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
         evaluation = compute_metrics(run, setup, samples, world, path.with_suffix(""))
         if world.is_main:
             seconds = round(time.monotonic() - started, 1)
-            _write_result(path, replace(evaluation, asked=asdict(request), seconds=seconds), key)
+            asked = {name: str(one) if isinstance(one, Path) else one for name, one in asdict(request).items()}
+            _write_result(path, replace(evaluation, asked=asked, seconds=seconds), key)
         world.barrier()  # no rank reads the result, and none of the features are deleted, before it is written
         # Only the features of real images are used again, for the next checkpoint; the samples themselves stay.
         if world.is_main and setup.compared.features is not None:
