@@ -24,6 +24,10 @@ writes ../gallery-textures.png, the first six samples, each three times three ti
 
 puts three pictures of benchmarks/quality/image_conditions.py side by side into ../image-conditions.png, with labels.
 
+    git show 424e60d2:docs/guided.png > rows.png && python scripts/draw_pictures.py --guided rows.png
+
+writes the names of its rows into ../guided.png. The samples themselves were not kept.
+
     python examples/random_fields.py FOLDER && python scripts/draw_pictures.py --channels FOLDER
 
 draws channels.png, the channels of true and generated fields, and
@@ -190,6 +194,20 @@ def conditions(sheets: Sequence[Path], columns: int = 6, side: int = 48) -> Imag
     return page
 
 
+def guided(rows: Path, columns: int = 11) -> Image.Image:
+    """Return the first columns of two pairs of rows of samples, with the names of data and rows."""
+    given, left, side = Image.open(rows).convert("RGB"), 140, CELL + 2
+    page = Image.new("RGB", (left + columns * side, 2 * TOP + given.height), PAPER)
+    draw, font = ImageDraw.Draw(page), ImageFont.load_default(19)
+    for pair, name in enumerate(("CIFAR-10", "emoji")):
+        y, above = pair * (TOP + 2 * side + 6), pair * (2 * side + 6)
+        draw.text((left, y + TOP / 2), f"{name}, twenty minutes, the same noise", INK, font, anchor="lm")
+        page.paste(given.crop((0, above, columns * side - 2, above + 2 * side - 2)), (left, y + TOP))
+        for row, what in enumerate(("no guide", "--guide auto")):
+            draw.text((left - 12, y + TOP + (row + 0.5) * side), what, INK, font, anchor="rm")
+    return page
+
+
 def tiles(folder: Path, count: int = 6, large: int = 3) -> Image.Image:
     """Return the first samples of a folder, each three times three times beside itself, its pixels as squares."""
     parts = [np.tile(np.asarray(Image.open(folder / f"{i:06}.png").convert("RGB")), (3, 3, 1)) for i in range(count)]
@@ -231,6 +249,7 @@ def main() -> None:
     parser.add_argument("--contest", help="name of a stored grid")
     parser.add_argument("--contest-of-all", action="store_true", help="several stored grids")
     parser.add_argument("--conditions", type=Path, nargs=3, metavar="PICTURE", help="of image_conditions.py")
+    parser.add_argument("--guided", type=Path, metavar="PICTURE", help="rows of samples without names")
     parser.add_argument("--tiles", type=Path, metavar="FOLDER", help="seamless samples")
     parser.add_argument("--images", type=Path, help="the images of the contest")
     parser.add_argument("--out", help="name of its picture")
@@ -251,6 +270,9 @@ def main() -> None:
         return
     if given.conditions:
         conditions(given.conditions).save(PICTURES.parent / "image-conditions.png", optimize=True)
+        return
+    if given.guided:
+        guided(given.guided).quantize(256, dither=Image.Dither.NONE).save(PICTURES.parent / "guided.png", optimize=True)
         return
     if given.tiles:
         tiles(given.tiles).save(PICTURES.parent / "gallery-textures.png", optimize=True)

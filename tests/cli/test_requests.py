@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -370,6 +371,7 @@ TABLE = [
     ("sample run --guidance nan", "guidance = nan must be a finite number"),
     ("sample run --weights EMA", "--weights got 'EMA', which is not one of ema, raw"),
     ("sample run --label cat", "label = 'cat', but this run has no classes"),
+    ("train fashion --config nosuch.toml", "nosuch.toml cannot be read"),
     ("sample run --device gpu", "device = 'gpu'"),
 ]
 
@@ -433,6 +435,24 @@ def test_odd_places(refused, here, tmp_path):
     assert "is a file" in refused("train", "fashion")
     for out, said in (("file", "is a file"), ("photos", "it is not empty"), (long, "too long")):
         assert said in refused("sample", "run", "--out", out)
+
+
+def test_a_run_in_the_place_of_images_and_the_other_way_round(refused, here):
+    (here / "run/checkpoints/00000001").mkdir(parents=True)
+    for words in (("train", "run"), ("plan", "run"), ("find-lr", "run"), ("pack", "run", "out")):
+        assert "'run' is the folder of a run, and not of images" in refused(*words)
+    assert "checkpoints/00000001 is not a run, but a part of one; give run\n" in refused(
+        "resume", "run/checkpoints/00000001"
+    )
+    (here / "photos").mkdir()
+    (here / "photos/a.png").write_bytes(b"")
+    assert "it has no config.toml; give the folder of a run (unfog runs lists them)" in refused("sample", "photos")
+    shutil.copytree(here / "run", here / "all/newer")
+    shutil.copytree(here / "run", here / "all/older")
+    os.utime(here / "all/older/config.toml", (1, 1))
+    assert f"all is not a run, but a folder of runs; give one of them, such as {Path('all/newer')}" in refused(
+        "watch", "all"
+    )
 
 
 def test_home_is_meant_by_a_tilde(refused, here, monkeypatch):
@@ -642,6 +662,7 @@ PROCESSES = [
     ("resume", "nosuch"),
     ("sample", "run", "-n", "0"),
     ("sample", "run", "--steps", "0"),
+    ("sample", "run", "--label", "cat"),
     ("report", "/"),
     # Commands whose modules import torch.
     *((command, "fashion", "--nosuch") for command in ("doctor", "plan", "pack", "find-lr", "evaluate", "tune")),

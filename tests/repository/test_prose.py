@@ -19,16 +19,6 @@ PAGES = [
     ROOT / "README.md",
     *(p for p in sorted((ROOT / "docs").rglob("*.md")) if p.relative_to(ROOT / "docs").parts[0] not in NOT_FOR_PEOPLE),
 ]
-# Tutorials and how-to pages without a picture, and why.
-WITHOUT_PICTURE = {
-    "distributed.md": "about processes",
-    "extending/": "about code",
-    "mirror.md": "about files",
-    "microscopy-and-medical.md": "reads files; no scan with a licence for this repository is at hand",
-    "python.md": "about code",
-    "satellites.md": "reads bands of numbers; no scene with a licence for this repository is at hand",
-    "trackers.md": "the pictures are those of other programs",
-}
 
 
 def units(text: str) -> Iterator[str]:
@@ -98,11 +88,9 @@ def test_words_are_spelled_as_a_list_of_misspellings_asks():
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
 
 
-def test_each_tutorial_and_how_to_page_has_a_picture_or_a_reason():
+def test_each_tutorial_and_how_to_page_has_a_picture():
     sections = tomllib.loads((ROOT / "zensical.toml").read_text("utf-8"))["project"]["nav"]
     listed = [page for section in sections for name in ("Tutorials", "How to") for page in section.get(name, [])]
     flat = [page for each in listed for page in ([each] if isinstance(each, str) else next(iter(each.values())))]
-    without = [page for page in flat if "![" not in (ROOT / "docs" / page).read_text("utf-8")]
-    unexplained = [page for page in without if not page.startswith(tuple(WITHOUT_PICTURE))]
-    assert not unexplained, "show a picture, or give the reason in WITHOUT_PICTURE"
-    assert [known for known in WITHOUT_PICTURE if not any(page.startswith(known) for page in without)] == []
+    assert len(flat) > 30
+    assert [page for page in flat if "![" not in (ROOT / "docs" / page).read_text("utf-8")] == []

@@ -133,6 +133,17 @@ def test_textures_have_no_seam_and_are_the_same_each_time(tutorial_images):
     assert np.array_equal(images, tutorial_images.textures(count=200))
 
 
+def test_clouds_of_scenes_hide_all_bands_and_plants_are_bright_in_the_near_infrared(tutorial_images):
+    scenes = np.stack([tutorial_images.scene(np.random.default_rng(seed)) for seed in range(40)]).reshape(-1, 4)
+    cloud = (scenes == tutorial_images.CLOUD).any(1)
+    assert 0.02 < cloud.mean() < 0.4
+    assert (scenes[cloud] == tutorial_images.CLOUD).all()
+    blue, _, red, infrared = scenes[~cloud].astype(float).T
+    plants = infrared > 2 * red  # of crops at least; of soil at most 1.4, of water under 1
+    assert blue[plants].mean() < red[~plants].mean()
+    assert 0.2 < plants.mean() < 0.9
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("page", sorted(RECORDED))
 def test_the_commands_of_a_tutorial_run(page, tmp_path, tutorial_images):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,7 @@ REQUESTS: dict[str, type] = {
     "completion": CompletionRequest,
     "cache": CacheRequest,
 }
+_MOST_RUNS = 1000  # of a folder that are looked at
 _FOLDER_FOR = {"doctor": "the folder of the findings", "find-lr": "the folder of the plot"}
 
 
@@ -229,10 +232,22 @@ def _open_run(path: Path, else_say: str = "") -> RunFolder:
         raise RequestError(f"{quote(str(path))} cannot be read: {reason_of(error)}; give the folder of a run") from None
     except RequestError as error:
         missing = "it has no config.toml" if path.exists() else "there is no such folder"
-        raise RequestError(
-            f"{quote(str(path))[1:-1]} is not a run{_similar_run(path) or f': {missing}{else_say}'}"
-        ) from error
+        remedy = else_say or "; give the folder of a run (unfog runs lists them)"
+        said = _run_around(path) or _similar_run(path) or f": {missing}{remedy}"
+        raise RequestError(f"{quote(str(path))[1:-1]} is not a run{said}") from error
     return folder
+
+
+def _run_around(path: Path) -> str:
+    """Name the run that a folder is a part of, as that of its checkpoints is, or the newest run in it; "" without."""
+    with suppress(OSError, ValueError):
+        around = (one for one in path.parents if path.exists() and {"config.toml", "checkpoints"} <= {*os.listdir(one)})
+        if (run := next(around, None)) is not None:
+            return f", but a part of one; give {run}"
+        if inside := [*islice(path.glob("*/config.toml"), _MOST_RUNS)]:
+            newest = max(inside, key=lambda config: config.stat().st_mtime).parent
+            return f", but a folder of runs; give one of them, such as {newest}"
+    return ""
 
 
 def _similar_run(path: Path) -> str:

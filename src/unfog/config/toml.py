@@ -133,7 +133,9 @@ def read_toml(path: Path, base: T) -> T:
     except UnicodeDecodeError as error:
         raise RequestError(f"{path} {not_utf8(error)}") from None
     except OSError as error:
-        raise RequestError(f"{path}: {error.strerror or error}") from None
+        raise RequestError(
+            f"{path} cannot be read: {error.strerror or error}; give a file of settings, as unfog init writes one"
+        ) from None
     except ValueError as error:  # a name that cannot be one, as it holds a NUL
         raise RequestError(f"{quote(str(path))}: {error}") from None
     except RequestError as error:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import islice
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from unfog.values.kinds.image_kinds import IMAGE_KINDS, image_columns
 
 # Factor of the noise from which on a step of Heun in 2 or 3 steps is refused.
 _LONGEST_STEP = 100
+_MOST_NAMES = 10_000  # of a folder that are looked at
 _TEN_YEARS = 10 * 365 * 86400
 
 
@@ -216,13 +218,24 @@ def report_dropped_levels(before: Sampler, now: Sampler) -> None:
 
 
 def check_source(source: str) -> None:
-    """Raise RequestError if there is no such source, or an empty folder. Opens nothing, which may take a while."""
+    """Raise RequestError if there is no such source, or an empty folder, or that of a run.
+
+    Opens nothing, which may take a while.
+    """
     try:
         if "://" not in source:
             Path(source).expanduser().is_dir()  # raises for an unknown ~user and for a name that is too long
         _, location = locate(source)
-        if location.form == "folder" and not any(Path(location.resolved).iterdir()):
+        if location.form != "folder":
+            return
+        names = {one.name for one in islice(Path(location.resolved).iterdir(), _MOST_NAMES)}
+        if not names:
             open_source(source)  # raises with the reason
+        if {"config.toml", "checkpoints"} <= names:
+            raise RequestError(
+                f"{quote(source)} is the folder of a run, and not of images; give the images, or go on with the run by "
+                "unfog resume"
+            )
     except (OSError, RuntimeError, ValueError) as error:
         raise RequestError(
             f"{quote(source)} cannot be read: {reason_of(error)}; give a folder of images, or fashion"

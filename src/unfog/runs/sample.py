@@ -69,6 +69,8 @@ def _sample(request: SampleRequest, stored: Config, load: Callable[[], Run]) -> 
     """Generate images, write them, and return their folder."""
     sampler = resolve_sampler(stored, request.sampler, request.steps, request.noise_grid, request.levels)
     _check_outputs(request)
+    if request.label:
+        stored.conditions.parse(stored.conditions.with_label({}, request.label))  # raises for an unknown class
     # Imported only now, as torch takes seconds: a wrong request is refused before.
     from unfog.pipeline.denoising_pictures import MOST_SAMPLES, DenoisingAnimation, DenoisingStrip
     from unfog.pipeline.edit_images import build_edit
