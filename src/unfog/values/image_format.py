@@ -354,7 +354,10 @@ class ImageFormat:
             return shown if values.filler is None else with_checkers(shown, values.known(stored)[:, 0])
         shown = to_rgb(planes.transpose(0, 2, 3, 1))
         # A pixel that is unknown in one of three channels is no colour of the others.
-        return shown if values.filler is None else shown * values.known(stored).all(1)[..., None]
+        if values.filler is None:
+            return shown
+        known: NDArray[np.bool_] = values.known(stored)
+        return shown * known.all(1, keepdims=True).transpose(0, 2, 3, 1)
 
     def planes(self, pictures: NDArray[Any]) -> NDArray[np.uint8]:
         """Return channels of stored images [N, H, W, C] as 8 bits to look at, [N, C, H, W]: -1 to 1 of the model."""
