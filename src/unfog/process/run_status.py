@@ -121,12 +121,12 @@ class RunStatus:
 
     @property
     def needs_no_training(self) -> bool:
-        """Whether no training is left to do: it is finished, or an export, or the mirror of a finished run."""
+        """True if no training is left: of a finished run, its mirror, and an export."""
         return self.state in ("finished", EXPORTED) or (self.state, self.detail) == (MIRROR, "finished")
 
     @property
     def waits_for(self) -> str:
-        """What a running run waits for, as `WAITING` names it; "" if it trains."""
+        """Name in `WAITING` of what a running run waits for; "" if it trains."""
         return next((name for name, doing in WAITING.items() if self.state == "running" and self.detail == doing), "")
 
     @property
