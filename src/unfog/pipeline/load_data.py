@@ -22,7 +22,7 @@ from unfog.data.columns.image_setting import split_images
 from unfog.data.columns.made import add_made, suits_factor
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.full_depth.choice import kept_line
-from unfog.data.full_depth.fit import fit_values
+from unfog.data.full_depth.fit import fit_values, suspect_filler
 from unfog.data.prepare import prepare
 from unfog.data.scan import MIN_TO_HOLD_OUT
 from unfog.data.settings import Data, bytes_of
@@ -170,6 +170,8 @@ def _keep_values(config: Config, dataset: Dataset) -> Dataset:
     _check_for_pictures(config, dataset.settings)
     if is_auto(config.data, "dtype") and not config.data.requested_dtype:
         say(f"  {kept_line(dataset.settings.image_format)}")
+    if not dataset.settings.map_values and (suspect := suspect_filler(dataset)) is not None:
+        warn(str(suspect))
     dataset, lines = fit_values(dataset)
     for line in lines:
         say(f"  {line}")
@@ -236,7 +238,8 @@ def _report(config: Config, source: Source, dataset: Dataset, few: bool) -> None
         say(f"  cache: {dataset.placement}")
     packed = type(source).decoded_dataset is not Source.decoded_dataset  # then the size was chosen long ago
     if dataset.buckets:
-        say(f"  data.size = {dataset.settings.size}: the bucket with most images; previews and samples have all sizes")
+        one, all_sizes = "the only bucket", "the bucket with most images; previews and samples have all sizes"
+        say(f"  data.size = {dataset.settings.size}: {one if len(dataset.buckets) == 1 else all_sizes}")
     elif is_auto(config.data, "size") and not packed and (chosen := dataset.report.chosen_size_line()):
         say(f"  {chosen}")
     if 0 < len(dataset.train) < (batch := config.training.likely_batch):

@@ -121,7 +121,7 @@ class RunStatus:
 
     @property
     def needs_no_training(self) -> bool:
-        """True if no training is left: of a finished run, its mirror, and an export."""
+        """True if no training is left to do: the run is finished, an export, or the mirror of a finished run."""
         return self.state in ("finished", EXPORTED) or (self.state, self.detail) == (MIRROR, "finished")
 
     @property

@@ -340,8 +340,8 @@ class ImageFormat:
         """Return pictures uint8 [N, H, W, 3] of stored images [N, H, W, C].
 
         `channels` are one channel to show in a colour map, or three to show as red, green and blue; () shows the first
-        three, or the first one. Unknown values are black in grey and in red, green and blue, and checkered in other
-        colour maps, whose lowest value is not black. RequestError for other channels.
+        three, or the first one. Unknown values are black in grey and in red, green and blue, where one of three is
+        enough, and checkered in other colour maps, whose lowest value is not black. RequestError for other channels.
         """
         if self.is_picture and not channels:
             return to_rgb(pictures)
@@ -352,7 +352,12 @@ class ImageFormat:
         if colours != GREY:
             shown = colour_table(colours)[planes[:, 0]]
             return shown if values.filler is None else with_checkers(shown, values.known(stored)[:, 0])
-        return to_rgb(planes.transpose(0, 2, 3, 1))
+        shown = to_rgb(planes.transpose(0, 2, 3, 1))
+        # A pixel that is unknown in one of three channels is no colour of the others.
+        if values.filler is None:
+            return shown
+        known: NDArray[np.bool_] = values.known(stored)
+        return shown * known.all(1, keepdims=True).transpose(0, 2, 3, 1)
 
     def planes(self, pictures: NDArray[Any]) -> NDArray[np.uint8]:
         """Return channels of stored images [N, H, W, C] as 8 bits to look at, [N, C, H, W]: -1 to 1 of the model."""
