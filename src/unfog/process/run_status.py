@@ -126,7 +126,7 @@ class RunStatus:
 
     @property
     def waits_for(self) -> str:
-        """What a running run waits for, as `WAITING` names it; "" if it trains."""
+        """Name in `WAITING` of what a running run waits for; "" if it trains."""
         return next((name for name, doing in WAITING.items() if self.state == "running" and self.detail == doing), "")
 
     @property

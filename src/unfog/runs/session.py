@@ -347,8 +347,7 @@ class Session(StoppableHooks):
         if self.needs_final_save(self.state):
             self.save(self.state)
         self.saver.wait(leaving=True)
-        # torchrun stops the others when a rank is killed, so the record says why.
-        lost = "" if done else self.context.world.lost_rank()
+        lost = "" if done else self.context.world.lost_rank()  # torchrun stops the others when a rank is killed
         why = {"reason": f"{lost} has ended"} if lost else {}
         self.recorder.event("finished" if done else "stopped", self.step, **why)
         return done
