@@ -15,6 +15,7 @@ from test_hostile_corpus import corpus  # noqa: F401
 from unfog.checks.images import image_scan
 from unfog.checks.images.dataset_checks import (  # shapes of all kinds, which no folder has to hold
     _crop_less,
+    check_dataset,
     recommended_side,
 )
 from unfog.checks.images.image_checks import check_images, quick_check_images
@@ -27,6 +28,7 @@ from unfog.data.sources.builtin_fashion import FashionSource
 from unfog.data.sources.registry import open_source
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.target import EdmF
+from unfog.models.autoencoder_settings import Autoencoder
 from unfog.reporting.findings import Finding, write_findings
 from unfog.values.columns import of_labels
 from unfog.values.image_format import ImageFormat
@@ -270,6 +272,23 @@ def test_a_crop_of_images_of_one_shape_is_avoided_by_their_shape(
     assert _crop_less(mixed, ImageFormat.of(3, 64)).startswith("give --aspect keep")
 
 
+def test_kept_aspects_are_advised_only_where_they_are_possible(clean: tuple[Path, Dataset], tmp_path: Path) -> None:
+    prepared = with_train(clean[1], sides=np.tile(np.int32([[60, 30], [30, 60]]), (len(clean[1].train) // 2, 1)))
+    (tmp_path / "pack.json").write_text("{}")
+    of_one_size = {
+        "latents": Config(autoencoder_folder="runs/autoencoder"),
+        "autoencoder": Config(autoencoder=Autoencoder(factor=2, channels=(8,))),
+        "wrapped": Config(data=Data(wrap="x")),
+        "pack": Config(source=str(tmp_path)),
+    }
+    remedies = {
+        name: by_code(check_dataset(ImageScan.create(prepared), config))["data.crop"].remedy
+        for name, config in {"usual": Config(), **of_one_size}.items()
+    }
+    assert remedies.pop("usual").startswith("give --aspect keep, which trains on several shapes, or crop those to")
+    assert set(remedies.values()) == {"crop those to a square around their subject, or remove them"}
+
+
 def test_captions_and_pictures_of_editors_are_told_apart_from_other_files(tmp_path: Path) -> None:
     for i in range(6):
         Image.new("L", (8, 8), 40 * i).save(tmp_path / f"{i}.png")
@@ -302,3 +321,17 @@ def test_few_images_are_graded() -> None:
         none = replace(images, pixels=images.pixels[:0], names=(), sides=images.sides[:0], grey=images.grey[:0])
         found = by_code(quick_check_images(replace(whole, train=images, held_out=none), Config()))
         assert found["data.count"].severity == severity, count
+
+
+def test_white_ink_on_nothing_is_seen_on_another_background(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for i in range(8):
+        ink = random.integers(0, 256, (8, 8), np.uint8)
+        Image.merge("LA", (Image.new("L", (8, 8), 255), Image.fromarray(ink))).save(tmp_path / f"{i}.png")
+    found = {}
+    for background in ("white", "black"):
+        images = prepare(open_source(tmp_path), replace(IN_MEMORY, background=background))
+        found[background] = by_code(quick_check_images(images, Config()))["data.equal"]
+    assert found["white"].severity == "fatal"
+    assert "--data.background" in found["white"].remedy
+    assert found["black"].severity == "fine"

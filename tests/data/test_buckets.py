@@ -121,10 +121,30 @@ def test_a_bucket_with_few_images_is_merged_and_named() -> None:
     plan = BucketPlan.of(possible_sizes(64, lambda h, w: True), sides, least=8)
     assert plan.sizes == [64, "88x48"]
     assert np.bincount(plan.bucket).tolist() == [54, 30]
-    said = "\n".join(plan.lines(64, sides))
+    said = "\n".join(plan.lines(sides))
     assert "under 8 images" in said
     assert "72x56 (3)" in said
     assert "1 longer than 3:1" in said
+
+
+def test_images_of_a_merged_bucket_are_counted_once_and_a_batch_that_keeps_it_is_named() -> None:
+    """Portraits that went to the squares were counted again when the squares were merged."""
+    sides = np.array([[56, 40]] * 300 + [[40, 56]] * 30 + [[48, 48]] * 31, np.int32)
+    sizes = possible_sizes(24, lambda h, w: True)
+    plan = BucketPlan.of(sizes, sides, least_images(len(sides), 64))
+    first, *_, merged = plan.lines(sides)
+    assert first == "1 bucket of 560 pixels: 28x20 (300)".replace("(300)", "(361)")
+    assert merged.endswith("under 64 images: 20x28 (30), 24x24 (31); --batch 31 gives 24x24 one")
+    kept = BucketPlan.of(sizes, sides, least_images(len(sides), 31))
+    assert 24 in kept.sizes
+    # The line of a resume, which knows the size of the largest bucket alone.
+    assert BucketPlan.known(kept.sizes, sides).lines(sides)[0] == kept.lines(sides)[0]
+
+
+def test_no_batch_is_named_where_the_least_share_of_the_set_decides() -> None:
+    sides = np.array([[56, 40]] * 3000 + [[40, 56]] * 20, np.int32)
+    plan = BucketPlan.of(possible_sizes(24, lambda h, w: True), sides, least_images(len(sides), 8))
+    assert plan.lines(sides)[-1].endswith("under 31 images: 20x28 (20)")
 
 
 def test_least_images_leaves_small_sets_their_buckets() -> None:

@@ -221,7 +221,7 @@ def test_command_draws_image_mask_and_pictures(run, files, capsys):
         (["--image", "photo.png", "--strength", "0.1", "--strip"], "strength = 0.1 leaves none of 4 steps to show"),
         (["--image", "photo.png", "--strength", "0", "--animate", "a.gif"], "leaves none of 4 steps to show"),
         (["--image", "photo.png", "--mask", "small.png"], "size of the image"),
-        (["--image", "photo.png", "--mask", "black.png"], "black everywhere"),
+        (["--image", "photo.png", "--mask", "black.png"], "no part of the mask is white: its brightest is 0 of 255"),
     ],
 )
 def test_what_cannot_be_edited(run, files, capsys, monkeypatch, words, said):
@@ -233,6 +233,14 @@ def test_what_cannot_be_edited(run, files, capsys, monkeypatch, words, said):
     assert exit_status("sample", run.path, *words) == 2
     assert said in capsys.readouterr().err
     assert not (run.path / "pictures").exists()
+
+
+def test_paint_that_is_no_white_is_named_with_its_brightness(run):
+    """A layer with red on transparency: the mask is not "black everywhere"."""
+    layer = np.zeros((8, 8, 4), np.uint8)
+    layer[2:5] = 255, 0, 0, 255
+    with pytest.raises(RequestError, match=r"its brightest is 76 of 255; .* transparent parts count as black"):
+        run.sample(1, image=np.zeros((8, 8, 3), np.uint8), mask=layer)
 
 
 def known_steps(kind, edit=None, until=None, images=3):

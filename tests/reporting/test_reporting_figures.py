@@ -12,8 +12,10 @@ from PIL import Image
 from unfog.reporting.charts import _POINTS, _Axis, line_chart  # axes of any range
 from unfog.reporting.findings import Finding, write_findings
 from unfog.reporting.image_grids import (
+    GAP,
     encode_png,
     grid,
+    grid_of_pairs,
     labelled_strip,
     png_data_uri,
     printable_name,
@@ -27,6 +29,17 @@ SVG = "{http://www.w3.org/2000/svg}"
 @pytest.fixture
 def images():
     return np.random.default_rng(0).integers(0, 200, (7, 10, 12, 3), np.uint8)
+
+
+def test_images_stand_over_their_counterparts_also_in_a_row_that_is_not_full():
+    """Eleven pairs: the eleventh reconstruction stood in another row than its image."""
+    images = np.arange(1, 12, dtype=np.uint8)[:, None, None].repeat(3, 1).repeat(5, 2)
+    cells = grid_of_pairs(images, 100 + images, columns=8)[:: GAP + 3 * 25, :: GAP + 5 * 25, 0]
+    assert cells.shape == (4, 8)
+    assert (cells[0] == np.arange(1, 9)).all()
+    assert cells[2].tolist() == [9, 10, 11, *[255] * 5]
+    assert (cells[1::2] == np.where(cells[::2] < 255, cells[::2].astype(int) + 100, 255)).all()
+    assert grid_of_pairs(images[:2], images[:2], columns=8).shape[1] < 3 * 5 * 25
 
 
 def test_grid_places_every_pixel(images):

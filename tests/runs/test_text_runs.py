@@ -5,11 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import unfog
 from conftest import FEW_PICTURES
 from random_weights import randomized
 from text_columns import Squares, format_of_texts, tokens_of
+from unfog.config.requests.sample import SampleRequest
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml
 from unfog.data.sources import registry
@@ -21,6 +23,7 @@ from unfog.pipeline.generate import conditional_denoiser
 from unfog.planning.flops import NetworkCost
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.microbatch import memory_upper_bound
+from unfog.runs.sample import sample
 from unfog.training.settings import AdamW, Optimizer
 from unfog.values.conditions import Conditions
 
@@ -128,6 +131,55 @@ def test_a_negative_prompt_takes_the_place_of_no_text(drawn):
     for wrong, said in [*refused, ({"guidance": {"age": 2}}, "whose weight is 1"), ({"guidance": {"text": 0}}, "is 0")]:
         with pytest.raises(RequestError, match=said):
             drawn.prepare(**asked, **{"guidance": 1, "negative": "dark", **wrong})
+
+
+@pytest.mark.slow
+def test_words_that_are_one_prompt_in_pieces_are_named(drawn, tmp_path, capsys):
+    """`--prompt a red heart -n 2` was advised to draw a third sample."""
+
+    def said(name, *prompts, n=2):
+        sample(SampleRequest(run=drawn.path, prompt=prompts, n=n, steps=1, device="cpu", out=tmp_path / name))
+        return "".join(capsys.readouterr())
+
+    told = '3 prompts of one word each: a, red, heart; one prompt of several words stands in quotes: --prompt "a red'
+    for n in (2, 3):
+        words = said(str(n), "a", "red", "heart", n=n)
+        assert told in words
+        assert "-n 3" not in words
+    assert "-n 3 draws all of them" in said("phrases", "a red heart", "dark", "star")
+    assert "one word each" not in said("one", "heart")
+
+
+@pytest.mark.slow
+def test_the_way_between_two_seeds_is_animated_with_its_pictures_as_frames(drawn, tmp_path, capsys):
+    file, out = tmp_path / "way.webp", tmp_path / "out"
+    way = {"n": 3, "to_seed": 2, "prompt": ("star",), "label": ("0",)}
+    sample(SampleRequest(run=drawn.path, animate=file, steps=1, device="cpu", out=out, **way))
+    assert f"animation: {file}" in capsys.readouterr().err
+    shown = []
+    with Image.open(file) as image:
+        assert image.n_frames == 3  # and not one for each step
+        for number in range(3):
+            image.seek(number)
+            shown.append(np.asarray(image.convert("RGB"), int))
+    # One picture and not the grid of all; WebP has losses.
+    assert shown[0].shape == (128, 128, 3)
+    for number, picture in enumerate(shown):
+        (one,) = out.glob(f"{number:06d}*.png")
+        expected = np.asarray(Image.open(one).convert("RGB"), int).repeat(16, 0).repeat(16, 1)
+        assert np.abs(picture - expected).mean() < 25
+    assert np.abs(shown[0] - shown[2]).mean() > 30
+
+
+@pytest.mark.slow
+def test_captions_that_alternate_between_two_seeds_are_warned_of(drawn, capsys):
+    for prompt, seed, warned in (
+        (["a red heart", "star"], 2, True),
+        (["star"], 2, False),
+        (["dark", "star"], None, False),
+    ):
+        drawn.prepare(3, prompt=prompt, given={"age": 0.5}, label=1, to_seed=seed)
+        assert ("which alternate on the way to seed 2; give one" in capsys.readouterr().err) is warned
 
 
 def test_plans_count_encoder_and_attention():

@@ -122,7 +122,7 @@ def test_copies_are_told_from_new_pictures(run):
     (found,) = said.messages
     assert [one["copy"] for one in found.head["pictures"]] == [True, True, False]
     assert found.head["pictures"][0]["ratio"] == 0 < found.head["pictures"][2]["ratio"]
-    assert found.head["unseen"]["what"] == "training images among the others"
+    assert found.head["unseen"]["what"] == "of your own images, each against the others,"
     assert found.head["usual"] == memorization.COPY
     nearest = pixels(found).reshape(3, found.head["shown"], 8, 8, 3)
     assert np.array_equal(nearest[:2, 0], known)

@@ -29,7 +29,7 @@ from unfog.errors import RequestError
 from unfog.inference.guide import Guide, resolve_guidance
 from unfog.inference.loaded_run import FAR, LoadedRun, weights_digest
 from unfog.inference.samples import Samples
-from unfog.pipeline.edit_images import ImageInput, build_edit
+from unfog.pipeline.edit_images import ImageInput, build_edit, edit_size
 from unfog.pipeline.generate import GenerationSettings, generate_batches
 from unfog.pipeline.given_images import read_grid, read_pictures
 from unfog.pipeline.measurement import MeasureInput, Measurement, ObservedInput, build_measurement, say_misfit
@@ -191,8 +191,8 @@ class Run(LoadedRun):
             noise: standard deviation of the values of `observed`; None is `noise` of the file, or 0.
             observe: called with a `SamplingStep` at each step of each batch, of edits too. Where it returns True,
                 sampling ends, and the images of the batches that were finished are returned.
-            size: of the images, 64 or "96x64" (width x height), which the network must take; 0 is that of the run, or
-                of its bucket with most images.
+            size: of the images, 64 or "96x64" (width x height), which the network must take; 0 is that of the run. Of a
+                run with buckets it is that of the one nearest to `image`, or of the one with most images.
             settings: seed, to_seed, steps, sampler, grid, levels, guidance, guidance_interval, negative, guide_every,
                 batch, precision, strength, repeats: see `config.requests.sample.SamplingRequest`. `guidance` may be
                 a weight for each condition, {"age": 2}. `grid` may be one or two conditions against each other,
@@ -200,6 +200,8 @@ class Run(LoadedRun):
 
         RequestError if a setting, an image or a mask is not valid, or the guide does not fit or does not exist.
         """
+        if not size and not self.resized and image is not None:
+            size = edit_size(self.config, image)
         run, samples = self.at_size(size), list[Pixels]()
         settings |= {"measure": measure, "observed": observed, "noise": noise}
         settings |= {"given_table": given_table}
@@ -303,6 +305,12 @@ class Run(LoadedRun):
         """Warn of values that the run has not seen, and of conditions that it needs and that are not given."""
         conditions, negative = self.config.conditions, generation.negative
         away = ((conditions.text.name, (negative,)),) if negative and conditions.text else ()
+        alternating = [name for name, values in generation.given if len(values) > 1]
+        if alternating and generation.to_seed is not None:
+            warn(
+                f"{alternating[0]} has several values, which alternate on the way to seed {generation.to_seed}; give "
+                "one to see the noise alone change"
+            )
         for concern in [*conditions.concerns((*generation.given, *away)), *self._untold(generation)]:
             warn(concern)
 

@@ -1,10 +1,11 @@
-"""Pictures of the denoising while samples are drawn: a strip of x_t and predicted x0, and an animation."""
+"""Pictures of the denoising while samples are drawn: a strip of x_t and predicted x0, and animations."""
 
 from __future__ import annotations
 
 import io
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +74,7 @@ class DenoisingStrip:
         return labelled_strip(rows, [c.caption for c in columns])
 
 
-MOST_SAMPLES, _MOST_FRAMES = 16, 120
+MOST_SAMPLES, MOST_FRAMES = 16, 120
 _SECONDS = 3.0  # of all steps, as far as a frame then lasts from 30 to 200 ms
 _LAST = 1500  # milliseconds for which the finished samples stay
 
@@ -89,7 +90,7 @@ class DenoisingAnimation:
 
     def __init__(self, path: NoisePath, steps: int, show: Show):
         self._path, self._show = path, show
-        self._every = -(-steps // _MOST_FRAMES)
+        self._every = -(-steps // MOST_FRAMES)
         self._frames: list[Pixels] = []
 
     def __call__(self, seen: SamplingStep) -> None:
@@ -102,21 +103,26 @@ class DenoisingAnimation:
         self._frames.append(self._show(scaled))
 
     def save(self, file: Path, samples: Pixels) -> None:
-        """Write the animation in the format of the suffix; its last frame is the samples, uint8 [N, H, W, C].
+        """Write the animation; its last frame is the samples, uint8 [N, H, W, C]. Raises as `save_animation`."""
+        save_animation(file, [*self._frames, samples[: len(self._frames[0])]])
 
-        RunError if there is no room for it, or the video cannot be encoded.
-        """
-        frames = [grid(frame) for frame in [*self._frames, samples[: len(self._frames[0])]]]
-        each = round(1000 * min(0.2, max(0.03, _SECONDS / len(frames))))
-        try:
-            data = _mp4(frames, each) if file.suffix == ".mp4" else _by_pillow(frames, each, file.suffix[1:].upper())
-            write_atomic(file, data, file.parent, shared=True)
-        except OSError as error:
-            reason = error.strerror or str(error).partition("\n")[0]
-            raise RunError(
-                f"the animation {sanitize(str(file))} cannot be written ({reason}); the samples are whole: free some "
-                "space there, then repeat the command"
-            ) from error
+
+def save_animation(file: Path, frames: Sequence[Pixels]) -> None:
+    """Write an animation of frames, the samples uint8 [N, H, W, C] of each, in the format of the suffix of the file.
+
+    RunError if there is no room for it, or the video cannot be encoded.
+    """
+    grids = [grid(frame) for frame in frames]
+    each = round(1000 * min(0.2, max(0.03, _SECONDS / len(grids))))
+    try:
+        data = _mp4(grids, each) if file.suffix == ".mp4" else _by_pillow(grids, each, file.suffix[1:].upper())
+        write_atomic(file, data, file.parent, shared=True)
+    except OSError as error:
+        reason = error.strerror or str(error).partition("\n")[0]
+        raise RunError(
+            f"the animation {sanitize(str(file))} cannot be written ({reason}); the samples are whole: free some "
+            "space there, then repeat the command"
+        ) from error
 
 
 def _by_pillow(frames: list[Pixels], each: int, form: str) -> bytes:

@@ -17,7 +17,8 @@ from unfog.config.schema import Config
 from unfog.config.spec_strings import quote
 from unfog.config.toml import of_type
 from unfog.data.bit_depth import DeepImage, Ranges
-from unfog.data.decode import ImageInfo, Opener, decode, parse_colour
+from unfog.data.buckets.sizes import nearest_size
+from unfog.data.decode import ImageInfo, Opener, decode, parse_colour, upright_sides
 from unfog.data.full_depth.two_values import spread_two_values
 from unfog.data.prepare import silence_pillow
 from unfog.data.sources.base import ImageError
@@ -26,7 +27,7 @@ from unfog.diffusion.editing import Edit
 from unfog.errors import RequestError
 from unfog.reporting.image_grids import Pixels
 from unfog.settings import is_auto
-from unfog.values.image_format import CHANNELS, ImageFormat, to_pillow
+from unfog.values.image_format import CHANNELS, ImageFormat, Size, to_pillow
 
 ImageInput = str | PathLike[str] | np.typing.NDArray[Any]
 _DEFAULT_STRENGTH = 0.6
@@ -75,6 +76,22 @@ def build_edit(
     )
 
 
+def edit_size(config: Config, image: ImageInput) -> Size:
+    """Return the size of the bucket whose shape is nearest to an image, in a run with buckets; 0 is that of the run.
+
+    It is 0 too for an image that cannot be read, of which `build_edit` says more.
+    """
+    sizes = [bucket.size for bucket in config.size_buckets]
+    if not sizes:
+        return 0
+    try:
+        with silence_pillow(), _opener(image, "image")() as opened:
+            size = nearest_size(sizes, *upright_sides(opened))
+    except (ImageError, RequestError):
+        return 0
+    return 0 if size == config.data.size else size
+
+
 def _read_mask(given: ImageInput, format: ImageFormat) -> tuple[torch.Tensor, ImageInfo]:
     """Return (bool [1, H, W]: True for pixels to paint anew; properties of the mask).
 
@@ -90,8 +107,8 @@ def _read_mask(given: ImageInput, format: ImageFormat) -> tuple[torch.Tensor, Im
     unknown = torch.from_numpy(white >= _WHITE)  # resizing leaves greys at the edges of the white
     if not unknown.any():
         raise RequestError(
-            "the mask is black everywhere, so there is nothing to paint; make those areas white: half of what the type "
-            "of its values holds, 128 in 8 bits, 32768 in 16"
+            f"no part of the mask is white: its brightest is {white.max()} of 255; paint what is to be drawn anew in "
+            f"white, {_WHITE} of 255 or 32768 of 16 bits or more, on black; transparent parts count as black"
         )
     return unknown, facts
 
@@ -108,27 +125,32 @@ def _read_image(
 
     Without `ranges`, values deeper than 8 bits are scaled by those of the image. `through` opens the image.
     """
-
-    def opener() -> Image.Image | DeepImage:
-        if path:
-            return open_image(path)
-        return to_pillow(values) if values.dtype == np.uint8 else DeepImage(values)
-
-    path = Path(given) if isinstance(given, str | PathLike) else None
-    values = np.asarray(None if path else given)
-    if path is None:
-        values = values.astype(np.uint8) * 255 if values.dtype == bool else values
-        shaped = values.ndim == 2 or (values.ndim == 3 and values.shape[2] in (*CHANNELS, 4))
-        if values.dtype.kind not in "uif" or not shaped or not values.size:
-            raise RequestError(
-                f"{what} is {values.dtype} {list(values.shape)}; give a file, or an array [H, W], [H, W, 3] or "
-                "[H, W, 4]"
-            )
+    opener = _opener(given, what)
     try:
         with silence_pillow():
             return decode(partial(through, opener), format, parse_colour(background), ranges)
     except ImageError as error:
+        path = _path(given)
         named = quote(str(path)) if path else "the array"
         # Without the remedies of training images, in brackets.
         reason = "there is no such file" if path and not path.exists() else _OF_TRAINING.sub("", str(error))
         raise RequestError(f"{what} = {named} cannot be used: {reason}; give an image such as a PNG or JPEG") from None
+
+
+def _path(given: ImageInput) -> Path | None:
+    return Path(given) if isinstance(given, str | PathLike) else None
+
+
+def _opener(given: ImageInput, what: str) -> Opener:
+    """Return the function that opens an image. RequestError for an array that is not one."""
+    path = _path(given)
+    if path is not None:
+        return partial(open_image, path)
+    values = np.asarray(given)
+    values = values.astype(np.uint8) * 255 if values.dtype == bool else values
+    shaped = values.ndim == 2 or (values.ndim == 3 and values.shape[2] in (*CHANNELS, 4))
+    if values.dtype.kind not in "uif" or not shaped or not values.size:
+        raise RequestError(
+            f"{what} is {values.dtype} {list(values.shape)}; give a file, or an array [H, W], [H, W, 3] or [H, W, 4]"
+        )
+    return lambda: to_pillow(values) if values.dtype == np.uint8 else DeepImage(values)

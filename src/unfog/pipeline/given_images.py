@@ -18,7 +18,7 @@ from PIL import Image
 
 from unfog.config.schema import Config
 from unfog.data.bit_depth import DeepImage, Ranges
-from unfog.data.buckets.sizes import nearest_bucket
+from unfog.data.buckets.sizes import nearest_size
 from unfog.data.columns.second_source import numbers_of_labels, read_mask, transparent_pixels
 from unfog.data.decode import decode, parse_colour, upright_sides
 from unfog.data.file_rows import map_array
@@ -90,8 +90,7 @@ def sizes_of_pictures(config: Config, given: Mapping[str, object], most: int) ->
             found.append(config.data.size)
             continue
         with _errors_named(facts, one):
-            sides = np.array([_sides(one.read)], np.int32)
-        found.append(sizes[int(nearest_bucket(sizes, sides)[0])])
+            found.append(nearest_size(sizes, *_sides(one.read)))
     return found
 
 

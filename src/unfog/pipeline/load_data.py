@@ -238,7 +238,8 @@ def _report(config: Config, source: Source, dataset: Dataset, few: bool) -> None
         say(f"  cache: {dataset.placement}")
     packed = type(source).decoded_dataset is not Source.decoded_dataset  # then the size was chosen long ago
     if dataset.buckets:
-        say(f"  data.size = {dataset.settings.size}: the bucket with most images; previews and samples have all sizes")
+        one, all_sizes = "the only bucket", "the bucket with most images; previews and samples have all sizes"
+        say(f"  data.size = {dataset.settings.size}: {one if len(dataset.buckets) == 1 else all_sizes}")
     elif is_auto(config.data, "size") and not packed and (chosen := dataset.report.chosen_size_line()):
         say(f"  {chosen}")
     if 0 < len(dataset.train) < (batch := config.training.likely_batch):

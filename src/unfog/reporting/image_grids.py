@@ -64,6 +64,15 @@ def grid(
     return np.concatenate([_captions(names, height, gap), paper], axis=1)
 
 
+def grid_of_pairs(above: Pixels, below: Pixels, columns: int) -> Pixels:
+    """Lay out images uint8 [N, H, W, C] in rows, each over the row of its counterparts [N, H, W, C], as `grid`."""
+    columns, shape = min(columns, len(above)), above.shape[1:]
+    # White after the last image, so that its row is as long as the others, and the next row begins below it.
+    white = np.full((-len(above) % columns, *shape), _PAPER, np.uint8)
+    rows = [np.concatenate([each, white]).reshape(-1, columns, *shape) for each in (above, below)]
+    return grid(np.stack(rows, 1).reshape(-1, *shape), columns)
+
+
 def stack(grids: Sequence[Pixels]) -> Pixels:
     """Return grids uint8 [H, W, 3] of any sizes one below the other, at the left."""
     width = max(each.shape[1] for each in grids)

@@ -35,7 +35,7 @@ from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import Floats
 from unfog.reporting.findings import Finding
-from unfog.reporting.image_grids import Pixels, grid, stack
+from unfog.reporting.image_grids import Pixels, grid_of_pairs, stack
 from unfog.reporting.progress import say, warn
 from unfog.training.autoencoder_loss import AutoencoderLoss, psnr
 from unfog.training.checkpoints import format as checkpoint
@@ -331,9 +331,8 @@ class _AutoencoderPreviews(Previews):
             return np.full((8, 8, 3), 255, np.uint8)  # a small data set holds nothing out: a blank image
         assert isinstance(self.held_out, HeldOut)  # an autoencoder is not trained in buckets
         x0 = self.held_out.x0[:count]
-        pairs = zip(torch.split(x0, _COLUMNS), torch.split(self._reconstruct(x0), _COLUMNS))
-        rows = torch.cat([part for pair in pairs for part in pair])
-        return grid(self.config.image_format.to_view(rows), columns=min(_COLUMNS, len(x0)))
+        originals, reconstructions = map(self.config.image_format.to_view, (x0, self._reconstruct(x0)))
+        return grid_of_pairs(originals, reconstructions, _COLUMNS)
 
     def _reconstruct(self, x0: Tensor) -> Tensor:
         network = self.state.model

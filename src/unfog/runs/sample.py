@@ -25,7 +25,7 @@ from unfog.process.machine_key import machine_key
 from unfog.process.run_folder import RunFolder, unused_path
 from unfog.reporting.image_grids import Pixels, captioned_grid, grid, save_png, with_caption
 from unfog.reporting.progress import Progress, say
-from unfog.text import plural
+from unfog.text import plural, sanitize
 from unfog.values.buckets import share_samples
 from unfog.values.kinds.image_kinds import image_columns
 
@@ -35,10 +35,11 @@ if TYPE_CHECKING:
     from unfog.diffusion.sampler import Observe, Sampler
     from unfog.diffusion.steps import SamplingStep
     from unfog.inference.run import PreparedSampling, Run
-    from unfog.pipeline.denoising_pictures import DenoisingStrip
+    from unfog.pipeline.denoising_pictures import DenoisingAnimation, DenoisingStrip
     from unfog.values.condition_requests import CellNames
     from unfog.values.image_format import ImageFormat, Size
 
+_MOST_WORDS = 20  # of prompts that may be one in several words
 _MAX_IN_GRID = 1000  # samples; a grid of ten thousand takes more memory than generating them, and few programs open it
 
 
@@ -72,10 +73,14 @@ def _sample(request: SampleRequest, stored: Config, load: Callable[[], Run]) -> 
     if request.label:
         stored.conditions.parse(stored.conditions.with_label({}, request.label))  # raises for an unknown class
     # Imported only now, as torch takes seconds: a wrong request is refused before.
-    from unfog.pipeline.denoising_pictures import MOST_SAMPLES, DenoisingAnimation, DenoisingStrip
-    from unfog.pipeline.edit_images import build_edit
+    from unfog.pipeline.denoising_pictures import DenoisingAnimation, DenoisingStrip
+    from unfog.pipeline.edit_images import build_edit, edit_size
     from unfog.pipeline.measurement import write_posterior
 
+    nearest = edit_size(stored, request.image) if request.image and not request.size else 0
+    if nearest:
+        say(f"  size = {nearest}: of the buckets of the run, the one nearest to the shape of the image")
+        stored = stored.at_size(nearest)
     stored = stored.with_view(request.view) if request.view else stored
     prompts = request.read_prompts()
     words = _words_of_conditions(request, stored, prompts)
@@ -83,16 +88,20 @@ def _sample(request: SampleRequest, stored: Config, load: Callable[[], Run]) -> 
     # Before the weights: a file that cannot be read should not take a minute to be found.
     edit = build_edit(stored, request.image, request.mask, request.strength, request.repeats)
     steps = _count_steps(request, sampler, edit)
-    run = load()
+    run = load().at_size(nearest)
     if request.view:
         run.show_channels(request.view)
     report_dropped_levels(stored.sampler, sampler)
     diffusion = run.config.diffusion
     strip = DenoisingStrip(diffusion.schedule, run.show) if request.strip else None
-    animation = DenoisingAnimation(diffusion.path, steps, run.show) if request.animate else None
+    # On the way between two seeds the samples themselves are the frames.
+    denoises = request.animate and request.to_seed is None
+    animation = DenoisingAnimation(diffusion.path, steps, run.show) if denoises else None
     prepared = _prepare(request, run, asked)
     measurement, cells = prepared.measurement, prepared.cells
-    of_one_size = request.size or edit or measurement or strip or animation or request.to_seed is not None or cells
+    of_one_size = (
+        request.size or edit or measurement or strip or request.animate or request.to_seed is not None or cells
+    )
     pictures_in_table = request.given_table and image_columns(stored.columns)
     parts, digest = _parts(run, prepared, words, split=not (of_one_size or pictures_in_table))
     if request.out is None:  # in the run, into which a stranger may have put unfinished samples of any pictures
@@ -101,8 +110,8 @@ def _sample(request: SampleRequest, stored: Config, load: Callable[[], Run]) -> 
         folder = _sample_folder(out, digest, run.config, prepared)
         for part in parts:
             _draw(part, folder, observe_all(strip, animation))
-        if animation is not None and request.animate is not None:
-            animation.save(request.animate, folder.first(MOST_SAMPLES))
+        if request.animate is not None:
+            _animate(request.animate, animation, folder)
         if measurement is not None:
             write_posterior(folder, run.config, measurement)
         edited = _edited(edit, run.config.image_format) if edit and not cells else ()
@@ -111,6 +120,19 @@ def _sample(request: SampleRequest, stored: Config, load: Callable[[], Run]) -> 
             save_given_table(out, run.config.conditions, prepared.generation.given, files)
         write_grid(folder, run.config, edited, strip, cells)
     return out
+
+
+def _animate(file: Path, denoising: DenoisingAnimation | None, folder: SampleFolder) -> None:
+    """Write the animation of a denoising, or of the samples one after the other, and print its path."""
+    from unfog.pipeline.denoising_pictures import MOST_FRAMES, MOST_SAMPLES, save_animation
+
+    if denoising is not None:
+        denoising.save(file, folder.first(MOST_SAMPLES))
+    else:
+        if folder.count > MOST_FRAMES:
+            say(f"  the animation shows the first {MOST_FRAMES} of {folder.count:,} samples")
+        save_animation(file, [sample[None] for sample in folder.first(MOST_FRAMES)])
+    say(f"  animation: {file}")
 
 
 def _check_outputs(request: SampleRequest) -> None:
@@ -159,6 +181,12 @@ def _read_conditions(
         format.crossed(read_grid(stored, request.cells), asked)
     elif request.given_table is not None:
         read_given_table(request.given_table, format)
+    elif len(request.prompt) > 1 and not any(" " in prompt.strip() for prompt in request.prompt):
+        told = [sanitize(prompt) for prompt in request.prompt[:_MOST_WORDS]]
+        say(
+            f"  {plural(len(request.prompt), 'prompt')} of one word each: {', '.join(told)}; one prompt of several "
+            f'words stands in quotes: --prompt "{" ".join(told)}"'
+        )
     elif prompts > request.n:
         say(f"  the first {request.n:,} of {prompts:,} prompts are drawn; -n {prompts} draws all of them")
     return asked

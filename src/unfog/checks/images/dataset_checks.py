@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from unfog.config.schema import Config
 from unfog.data.buckets.sizes import cropped_away, nearest_bucket
 from unfog.data.data_report import ACTIONS, COMMON_ACTIONS, EDITORS_FILES
 from unfog.data.dataset import ImageSet
+from unfog.data.packs.pack import Pack
 from unfog.data.scan import common_aspect, size_of_aspect
 from unfog.data.sources.labels import SPLITS
 from unfog.reporting.charts import bar_chart, histogram
@@ -42,7 +44,7 @@ _BARS = 40
 
 def check_dataset(scan: ImageScan, config: Config) -> list[Finding]:
     """Return the findings of all checks of files, sizes and classes that apply to these images."""
-    found = [_check_count(scan), _check_skipped_files(scan), _check_conversions(scan), *_check_sizes(scan)]
+    found = [_check_count(scan), _check_skipped_files(scan), _check_conversions(scan), *_check_sizes(scan, config)]
     train = scan.prepared.train
     if train.labels is not None:
         found += _check_classes(train, scan.prepared.held_out)
@@ -132,7 +134,7 @@ def _check_conversions(scan: ImageScan) -> Finding:
     return Finding("data.converted", "hint", ", ".join(parts), remedy, facts, (figure,))
 
 
-def _check_sizes(scan: ImageScan) -> list[Finding]:
+def _check_sizes(scan: ImageScan, config: Config) -> list[Finding]:
     """Check the sides of all originals, or of `scan.most_sides`; returns nothing if they are not known."""
     train, held_out = scan.prepared.train, scan.prepared.held_out
     if not len(train.sides):
@@ -140,7 +142,7 @@ def _check_sizes(scan: ImageScan) -> list[Finding]:
     rows = evenly_spread_rows(len(train), len(held_out), scan.most_sides)
     inside = rows < len(train)
     sides = np.concatenate([train.sides[rows[inside]], held_out.sides[rows[~inside] - len(train)]])
-    crop = _check_crop(scan, rows, sides)
+    crop = _check_crop(scan, rows, sides, config)
     if scan.prepared.buckets:  # whose sizes have no common short side
         return [crop]
     originals = _check_original_sizes(sides, scan.prepared.settings.image_format)
@@ -226,7 +228,7 @@ def _check_upscaling(scan: ImageScan, rows: Indices, sides: NDArray[np.int32]) -
     return Finding("data.upscaled", severity, evidence, remedy, {**facts, "names": names})
 
 
-def _check_crop(scan: ImageScan, rows: Indices, sides: NDArray[np.int32]) -> Finding:
+def _check_crop(scan: ImageScan, rows: Indices, sides: NDArray[np.int32], config: Config) -> Finding:
     """Check that the centre crop to the shape of the training images removes little."""
     across, down = _shape(format := scan.prepared.settings.image_format)
     shape, frame = f"of the shape of {format.sides}", f"the shape of {format.sides}"
@@ -253,8 +255,8 @@ def _check_crop(scan: ImageScan, rows: Indices, sides: NDArray[np.int32]) -> Fin
     worst_rows = order[:_CROPPED]
     for name, (width, height), part in zip(scan.names(rows[worst_rows]), sides[worst_rows], lost[worst_rows]):
         table.append((sanitize(name), f"{width:,} x {height:,}", format_percent(part)))
-    cropped = f"crop those to {frame} around their subject, or remove them"
-    remedy = cropped if buckets else f"{_crop_less(sides, format)}, or {cropped}"
+    less = "" if buckets else _crop_less(sides, format, _can_keep_aspects(config))
+    remedy = f"{less}, or " * bool(less) + f"crop those to {frame} around their subject, or remove them"
     return Finding.graded(
         "data.crop",
         evidence,
@@ -268,13 +270,19 @@ def _check_crop(scan: ImageScan, rows: Indices, sides: NDArray[np.int32]) -> Fin
     )
 
 
-def _crop_less(sides: NDArray[np.int32], format: ImageFormat) -> str:
-    """Return the settings under which originals [N, 2] lose less than in the shape of `format`."""
-    keep = "give --aspect keep, which trains on several shapes"
+def _crop_less(sides: NDArray[np.int32], format: ImageFormat, can_keep: bool = True) -> str:
+    """Return the settings under which originals [N, 2] lose less than in the shape of `format`; "" without any."""
+    remedies = ["give --aspect keep, which trains on several shapes"] if can_keep else []
     aspect, short = common_aspect(sides.tolist()), min(format.height, format.width)
-    if not aspect or (size := size_of_aspect(short, aspect)) == format.size:
-        return keep
-    return f"give --size {size}, which has the shape of most images; or {keep}"
+    if aspect and (size := size_of_aspect(short, aspect)) != format.size:
+        remedies.insert(0, f"give --size {size}, which has the shape of most images")
+    return "; or ".join(remedies)
+
+
+def _can_keep_aspects(config: Config) -> bool:
+    """Return True unless --aspect keep would be refused."""
+    of_one_size = config.task.one_size or config.representation.one_size or config.data.wrapped
+    return not of_one_size and not Pack.is_at(Path(config.source))
 
 
 def _check_classes(train: ImageSet, held_out: ImageSet) -> list[Finding]:

@@ -23,6 +23,7 @@ from unfog.checks.run.run_record import RunRecord
 from unfog.checks.run.sample_checks import SampleRemedies, check_samples, check_values
 from unfog.checks.run.trend_checks import check_trends, has_high_rate
 from unfog.checks.settings.learning_rate_checks import usual_learning_rate
+from unfog.checks.settings.settings_checks import check_sampling
 from unfog.config.schema import Config
 from unfog.config.toml import read_toml
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
@@ -43,7 +44,7 @@ from unfog.reporting.charts import Floats
 from unfog.reporting.findings import Figure, Finding
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress, format_duration
-from unfog.reporting.records import UNBEGUN, run_state
+from unfog.reporting.records import UNBEGUN, WAITING, run_state
 from unfog.text import plural, sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import load_weights, read_state
@@ -97,6 +98,7 @@ def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> lis
         *check_progress(record, usual_lr),
         *check_trends(record, usual_lr, relative, pixelwise, memorized),
         *findings,
+        *check_sampling(config, record.command),
         *check_costs(record),
     ]
     if skipped:
@@ -328,9 +330,9 @@ def _check_state(record: RunRecord, usual_lr: float | None = None) -> Finding:
     if state == "finished":
         took = f" in {format_duration(record.seconds)}" if record.seconds else ""
         return finding("fine", f"finished at {place}{took}")
-    if state == "running" and word == "waiting for disk space":
+    if state == "running" and word == WAITING["disk"]:
         remedy = "free some space; training then continues by itself, and nothing is lost"
-        return finding("warning", f"at {place}, waiting for disk space", remedy)
+        return finding("warning", f"at {place}, {word}", remedy)
     if state == "standing still":
         return finding("warning", f"at {place}, standing still: {word}", _after_standstill(record, word))
     if state == "running":

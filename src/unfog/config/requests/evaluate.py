@@ -113,7 +113,7 @@ class EvaluateRequest(EvaluationRequest):
       unfog evaluate runs/mine --metrics held_out --against runs/theirs      two runs of the same images
       unfog evaluate samples/ --reference photos/            images without a run
 
-    Values are stored in RUN/evaluations, all but `sliced` with a confidence interval. The same command continues
+    Values are stored in RUN/evaluations, with a confidence interval where one is known. The same command continues
     after an interruption, and reads stored results. torchrun --nproc-per-node 2 -m unfog evaluate … shares the samples.
     """
 

@@ -138,7 +138,7 @@ class SampleRequest(SamplingRequest):
     strip: bool = False
     """Also write strip.png: x_t and the predicted x0 of the first image at several steps."""
     animate: Path | None = setting(None, metavar="FILE")
-    """Also write an animation of the denoising of the first 16 images: a file .gif, .webp or .mp4."""
+    """Also write an animation (.gif, .webp, .mp4) of the denoising of the first 16 images, or of the way --to-seed."""
     view: str = setting("", metavar="C[,C,C]")
     """Channels that PNGs show of arrays with other values: 0, 0:viridis or 3,2,1. Default: the run's, or the first."""
     size: Size = 0

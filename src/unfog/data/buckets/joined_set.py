@@ -1,8 +1,8 @@
-"""All images of the buckets as one set: original sizes by row, and one common size where all must agree."""
+"""All images of the buckets as one set: original sizes by row, and one common size, scaled or cropped, for all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -12,13 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.data_report import SkippedFile
-from unfog.data.dataset import ComputedPixels, ImageSet, PixelArray, skipped_images, take_with_rows
+from unfog.data.dataset import ComputedPixels, Dataset, ImageSet, PixelArray, skipped_images, take_with_rows
 from unfog.values.columns import Column
-from unfog.values.image_format import ImageFormat
+from unfog.values.image_format import ImageFormat, Size
 from unfog.values.kinds.image_kinds import IMAGE_KINDS
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+Fit = Callable[[NDArray[np.uint8], ImageFormat], NDArray[np.uint8]]
+"""Brings images [B, C, H, W] to the height and width of a format."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,13 @@ class Rows:
 
 
 class BucketPixels(ComputedPixels):
-    """All images of several sets, each scaled to one size: their aspects change, and nothing is cut.
+    """All images of several sets, each brought to one size by `fit`: `scale` changes aspects, `cover` crops.
 
     For checks and pictures of a whole set. Training reads the sets themselves.
     """
 
-    def __init__(self, parts: Sequence[PixelArray], format: ImageFormat) -> None:
-        self.parts, self._format = parts, format
+    def __init__(self, parts: Sequence[PixelArray], format: ImageFormat, fit: Fit | None = None) -> None:
+        self.parts, self._format, self._fit = parts, format, fit or scale
         self._rows = Rows(tuple(map(len, parts)))
         self.shape, self.dtype = (sum(self._rows.lengths), *format.shape), format.dtype
 
@@ -56,7 +60,7 @@ class BucketPixels(ComputedPixels):
         out, used = self._format.empty_stored(len(rows)), rows.copy()
         for number, places, own in self._rows.split(rows):
             pixels, taken = take_with_rows(self.parts[number], own)
-            out[places], used[places] = scale(pixels, self._format), taken + self._rows.starts[number]
+            out[places], used[places] = self._fit(pixels, self._format), taken + self._rows.starts[number]
         return out, used
 
     @property
@@ -131,6 +135,18 @@ def scale(pixels: NDArray[np.uint8], format: ImageFormat) -> NDArray[np.uint8]:
     return result
 
 
+def cover(pixels: NDArray[np.uint8], format: ImageFormat) -> NDArray[np.uint8]:
+    """Crop images [B, C, H, W] at their centre to the shape of a format, and scale them to its height and width."""
+    height, width = pixels.shape[2:]
+    # The largest part of that shape, in whole pixels.
+    kept = (
+        max(1, min(height, round(width * format.height / format.width))),
+        max(1, min(width, round(height * format.width / format.height))),
+    )
+    top, left = (height - kept[0]) // 2, (width - kept[1]) // 2
+    return scale(pixels[:, :, top : top + kept[0], left : left + kept[1]], format)
+
+
 def _resized(values: NDArray[Any], sides: tuple[int, ...], smooth: bool = True) -> Tensor:
     """Return values [B, C, H, W] as float32 at other sides; without `smooth` by the nearest pixel."""
     import torch
@@ -160,3 +176,20 @@ def join_sets(parts: Sequence[ImageSet], format: ImageFormat, fingerprint: str) 
         np.concatenate([part.sides for part in parts]) if known else parts[0].sides[:0],
         np.concatenate([part.grey for part in parts]) if known else parts[0].grey[:0],
     )
+
+
+def cropped_to(dataset: Dataset, size: Size) -> Dataset:
+    """Return a dataset with all images at one size, those of buckets of another shape cropped at their centre to it.
+
+    A dataset without buckets is returned unchanged. Conditions keep the size that they have in it.
+    """
+    if not dataset.buckets:
+        return dataset
+    settings = replace(dataset.settings, size=size)
+
+    def cropped(images: ImageSet, parts: Sequence[ImageSet]) -> ImageSet:
+        return replace(images, pixels=BucketPixels([part.pixels for part in parts], settings.image_format, cover))
+
+    train = cropped(dataset.train, [part.train for part in dataset.buckets])
+    held_out = cropped(dataset.held_out, [part.held_out for part in dataset.buckets])
+    return replace(dataset, settings=settings, train=train, held_out=held_out)

@@ -78,7 +78,7 @@ def prepare_buckets(
     if not readable.any():  # decoding says why
         readable, sides = np.ones(len(sides), bool), np.full_like(sides, _UNREADABLE)
     plan = _plan(scan, sides[readable], choice)
-    for line in plan.lines(scan.size, sides[readable]):
+    for line in plan.lines(sides[readable]):
         say(line)
     plan = plan.with_unreadable(readable)
     # Without conditions, as the scan has read their columns, and paired images with those of other sources.

@@ -63,6 +63,11 @@ def nearest_bucket(sizes: Sequence[Size], sides: NDArray[np.int32]) -> NDArray[n
     return np.searchsorted((logs[1:] + logs[:-1]) / 2, aspects).astype(np.int64)
 
 
+def nearest_size(sizes: Sequence[Size], width: int, height: int) -> Size:
+    """Return the size, of some from narrow to wide, whose aspect is nearest to that of an image."""
+    return sizes[int(nearest_bucket(sizes, np.array([(width, height)], np.int32))[0])]
+
+
 def cropped_away(shapes: NDArray[np.int64], sides: NDArray[np.int32]) -> NDArray[np.float64]:
     """Return the share of each image [N] that is lost if it is scaled to cover a shape.
 
@@ -95,15 +100,16 @@ class BucketPlan:
         The smallest bucket is left out, and its images go to the nearest other ones, until all have enough or only one
         is left.
         """
-        counts = np.bincount(nearest_bucket(sizes, sides), minlength=len(sizes))
-        left, merged = [size for size, count in zip(sizes, counts) if count] or list(sizes[:1]), list[Bucket]()
+        own = dict(zip(sizes, np.bincount(nearest_bucket(sizes, sides), minlength=len(sizes)).tolist()))
+        left, merged = [size for size in sizes if own[size]] or list(sizes[:1]), list[Bucket]()
         while True:
             bucket = nearest_bucket(left, sides)
             counts = np.bincount(bucket, minlength=len(left))
             smallest = int(counts.argmin())
             if counts[smallest] >= least or len(left) == 1:
                 return cls(left, bucket, merged, least)
-            merged.append(Bucket(left.pop(smallest), int(counts[smallest])))
+            size = left.pop(smallest)
+            merged.append(Bucket(size, own[size]))  # without those that came from buckets merged before
 
     @property
     def _counts(self) -> NDArray[np.int64]:
@@ -130,14 +136,16 @@ class BucketPlan:
         left = [each for each in self.sizes if each != size]
         return replace(self, sizes=left, bucket=bucket - (bucket > number))
 
-    def lines(self, size: Size, sides: NDArray[np.int32]) -> list[str]:
+    def lines(self, sides: NDArray[np.int32]) -> list[str]:
         """Describe the buckets for people: their images, what is cropped away, and what was merged.
 
-        `size` is that of the same area; `sides` [N, 2] are width and height of the images.
+        `sides` [N, 2] are width and height of the images.
         """
         buckets = [Bucket(each, int(count)) for each, count in zip(self.sizes, self._counts)]
         listed = ", ".join(f"{bucket.sides} ({bucket.images:,})" for bucket in buckets)
-        lines = [f"{plural(len(buckets), 'bucket')} of about {area(size):,} pixels: {listed}"]
+        areas = [area(each) for each in self.sizes]
+        pixels = f"{min(areas):,} to {max(areas):,}" if min(areas) < max(areas) else f"{areas[0]:,}"
+        lines = [f"{plural(len(buckets), 'bucket')} of {pixels} pixels: {listed}"]
         shapes = np.array([sides_of(each) for each in self.sizes])[self.bucket]
         lost, by_crop = cropped_away(shapes, sides), cropped_away(np.array([(1, 1)]), sides)
         lines.append(
@@ -146,7 +154,10 @@ class BucketPlan:
         )
         if self.merged:
             small = ", ".join(f"{bucket.sides} ({bucket.images:,})" for bucket in self.merged)
-            lines.append(f"no bucket of their own, as they have under {self.least:,} images: {small}")
+            most = max(self.merged, key=lambda bucket: bucket.images)
+            # A batch of so many images is enough, unless it is under the least share of the set.
+            smaller = f"; --batch {most.images} gives {most.sides} one" * (most.images >= least_images(len(sides), 1))
+            lines.append(f"no bucket of their own, as they have under {self.least:,} images: {small}{smaller}")
         ratio = sides.max(1) / sides.min(1)
         if beyond := int((ratio > LONGEST * 1.1).sum()):
             lines.append(f"{beyond:,} longer than {LONGEST:g}:1, and cropped to the nearest bucket")

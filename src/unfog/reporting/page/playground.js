@@ -15,7 +15,7 @@ const VIEWS = {x0: "guess of the image", x: "noisy state"};
 const WAIT = 250; // ms that a slider rests before it draws
 const two = (x) => +x.toPrecision(2);
 
-// Drawings of an answer, which may be older than those known here: newer drawings stay, and so do those that have ended.
+// Drawings of an answer, which may be old: newer drawings stay, and those that have ended.
 function joined(known, answer) {
 	const last = answer.at(-1)?.job ?? 0, ended = new Map(known.filter((one) => ENDED.includes(one.state)).map((one) => [one.job, one]));
 	return [...answer.map((one) => (ENDED.includes(one.state) ? one : ended.get(one.job) || one)), ...known.filter((one) => one.job > last)];
@@ -93,7 +93,7 @@ class Playground extends View {
 		}
 	}
 
-	// Show the newest state of a drawing, unless another one was begun, or this one has ended, while the server answered.
+	// Show the newest state of a drawing, unless another was begun, or this one ended, while the server answered.
 	update(number) {
 		return this.open(number, (job) => this.job?.job !== number || (ENDED.includes(this.job.state) && !ENDED.includes(job.state)));
 	}
@@ -114,7 +114,7 @@ class Playground extends View {
 		return Object.fromEntries(Object.entries(this.form).filter(([name, value]) => !needless.includes(name) && value !== "" && value !== null && value !== undefined && !Number.isNaN(value)));
 	}
 
-	// What is sent besides the settings: pictures of conditions; of an edit the image, and the mask as it is painted now.
+	// What is sent besides the settings: pictures of conditions; the image and the painted mask of an edit.
 	async inputs() {
 		const pictures = {};
 		for (const field of this.querySelectorAll("unfog-condition")) {
@@ -313,7 +313,7 @@ class Playground extends View {
 		const {edit} = this, [width, height] = sidesOf(this.detail.settings["data.size"]);
 		if (!edit) return this.setting("Start from a picture (its settings are read, too)", html`<input type="file" accept="image/*" @change=${(e) => this.upload(e.target.files[0])}>`, "wide");
 		const url = edit.upload ? this.data.url(`api/upload/${edit.upload}.png?run=${this.run}`) : this.data.url(`api/draw/${edit.job}/${edit.picture}.png`);
-		return html`<fieldset><legend>Start from ${edit.upload ? "an upload" : `picture ${edit.picture + 1} of drawing ${edit.job}`}</legend>
+		return html`<fieldset><legend>Start from ${edit.upload ? "an upload, cropped to a shape of the run" : `picture ${edit.picture + 1} of drawing ${edit.job}`}</legend>
 			${edit.found ? html`<p>This picture was drawn here. <button type="button" @click=${() => this.adopt(edit.found)}>Take its settings</button></p>` : ""}
 			${edit.masked ? html`<unfog-mask .url=${url} .width=${width} .height=${height}></unfog-mask>` : html`<img class="exact start" src=${url} alt="The picture to start from">`}
 			<label class="check"><input type="checkbox" .checked=${edit.masked} @change=${(e) => (this.edit = {...edit, masked: e.target.checked})}> paint a mask (inpainting)</label>
@@ -353,7 +353,7 @@ class Playground extends View {
 				${found ? html`<figure>${[...Array(copies.shown).keys()].map((k) => tile(this.sheets, `${job.job}/nearest.webp`, i * copies.shown + k, job.pictures * copies.shown, `Training image ${k + 1} nearest to picture ${i + 1}`, Math.max(1, Math.floor(96 / size)), copies.shown))}<figcaption>nearest training images</figcaption></figure>` : ""}
 				${job.edit?.mask && job.pictures > 1 ? html`<figure>${tile(this.sheets, `${job.job}/disagreement.webp`, 0, 1, "Where the fillings disagree: bright is most", scale)}<figcaption>where the ${job.pictures} fillings disagree</figcaption></figure>` : ""}</div>
 			${kept ? html`<p class=${kept.equal ? "kept" : "error"}>${kept.equal ? `✓ Checked: all ${count(kept.pixels)} kept pixels are equal to the bit in every filling.` : "✕ Kept pixels differ: this is a bug."}</p>` : ""}
-			${found ? html`<p>This is ${found.copy ? "" : "not "}a copy: the nearest of ${count(copies.searched)} training images is at ${two(found.ratio)} of the distance of the next ones (1: no nearer). A copy is below ${two(copies.limit)}${copies.limit < copies.usual ? `, not ${copies.usual}, as your images are alike` : ""}. ${copies.unseen.count} ${copies.unseen.what} are at ${two(copies.unseen.ratio)}.</p>` : ""}
+			${found ? html`<p>This is ${found.copy ? "" : "not "}a copy: the nearest of ${count(copies.searched)} training images is at ${two(found.ratio)} of the distance of the next ones (1: no nearer). A copy is below ${two(copies.limit)}${copies.limit < copies.usual ? `, not ${copies.usual}, as your images are alike` : ""}. For comparison: ${copies.unseen.count} ${copies.unseen.what} are at ${two(copies.unseen.ratio)}.</p>` : ""}
 			${copies?.state === "failed" ? html`<p class="error">${copies.error}</p>` : ""}
 			${job.pictures ? html`<div class="bar">${job.has_channels ? "" : html`<button @click=${() => this.take(false)}>Variations</button><button @click=${() => this.take(true)}>Paint into it</button>`}
 				<button ?disabled=${Boolean(copies) || job.has_channels} @click=${() => this.attempt(async () => (this.job = await this.data.post(`api/draw/${job.job}/copies`, {})))}>${copies?.state === "waiting" ? "Searching …" : "Is it a copy?"}</button>

@@ -1,4 +1,4 @@
-// Blind comparison: pairs of pictures from the same noise, side by side in random order; the counts are kept with the run.
+// Blind comparison: pairs of pictures from the same noise, in random order; counts are kept with the run.
 
 import {html} from "./vendor/lit.js";
 import {View, announce, select, sidesOf, table} from "./util.js";

@@ -1,4 +1,4 @@
-// Fields for the conditions of a run: a slider for a number, a list for a category, chips for several, a text for a vector or a caption.
+// Fields for the conditions of a run, one for each kind.
 
 import {html} from "./vendor/lit.js";
 import {range, select} from "./util.js";
@@ -26,7 +26,7 @@ export function rareWords(words) {
 	return html`<span class="soft" role="status">${words.length ? html`Seldom or never in the training captions: ${words.map((one) => html`<mark>${one}</mark> `)}` : ""}</span>`;
 }
 
-// `set` is called with the new words, and with true where the pictures follow at once; `rare` are the rare words of a caption.
+// `set` is called with the new words, and with true if the pictures follow at once; `rare` are rare words of a caption.
 export function fields(conditions, given, set, rare = []) {
 	return conditions.map((one) => {
 		const value = told(given, one.name), change = (next, now = false) => set(tell(given, one.name, next), now);
@@ -57,7 +57,7 @@ const CONTROLS = {
 		return html`<div class="setting wide condition" role="group" aria-label=${name}>${label}<input aria-label="${name}, ${low.length} numbers with ; between them" placeholder=${usual} .value=${value} @change=${(e) => change(e.target.value.trim(), true)}></div>`;
 	},
 	text({name}, value, change, label, rare) {
-		return html`<div class="setting wide condition" role="group" aria-label="Prompt"><span>Prompt</span><input aria-label="Prompt, a caption of ${name}" placeholder="any caption" maxlength="4096" .value=${value} @input=${(e) => change(e.target.value)}>${rareWords(rare)}</div>`;
+		return html`<div class="setting wide condition" role="group" aria-label="Prompt"><span>Prompt</span><input aria-label="Prompt, a caption of ${name}" placeholder="one caption; several: Grid" maxlength="4096" .value=${value} @input=${(e) => change(e.target.value)}>${rareWords(rare)}</div>`;
 	},
 };
 

@@ -43,7 +43,8 @@ class Mask extends View {
 		const image = Object.assign(new Image(), {src: url});
 		if (!(await image.decode().then(() => true, () => false)) || url !== this.url) return;
 		this.image = image;
-		if (this.kind !== "edit") this.readBits();
+		if (this.kind === "edit") Object.assign(this, {width: image.naturalWidth, height: image.naturalHeight});
+		else this.readBits();
 		this.paint();
 	}
 

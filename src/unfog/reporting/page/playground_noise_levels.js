@@ -1,4 +1,4 @@
-// The noise levels of a drawing on one axis, clean to noisy: each is dragged, or moved by keys, between its neighbours.
+// The noise levels of a drawing on one axis, clean to noisy: each is moved between its neighbours by mouse or keys.
 
 import {html} from "./vendor/lit.js";
 import {View} from "./util.js";

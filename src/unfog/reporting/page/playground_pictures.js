@@ -1,4 +1,4 @@
-// Conditions that are images: a file, or painted here. A mask is painted with its labels, the hole of a picture by a brush.
+// Conditions that are images: a file, or painted here: a mask with its labels, the hole of a picture by a brush.
 
 import {html} from "./vendor/lit.js";
 import {View, announce, sidesOf} from "./util.js";
@@ -13,7 +13,7 @@ const HINTS = {
 	hole: "a picture; its transparent or painted pixels are filled in",
 };
 
-// Send a file as PNG, which is what the server takes. One that is a PNG stays as it is, with its labels and its transparency.
+// Send a file as PNG, which the server takes. A PNG is sent unchanged, with its labels and transparency.
 export async function send(data, file) {
 	let blob = file;
 	if (file.type !== "image/png") {

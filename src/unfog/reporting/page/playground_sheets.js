@@ -1,4 +1,4 @@
-// Pictures of drawings: sheets that hold all pictures of a step, fetched once, and the canvas that shows one of them.
+// Pictures of drawings: sheets with all pictures of a step, fetched once, and the canvas that shows one.
 
 import {html} from "./vendor/lit.js";
 import {View} from "./util.js";
@@ -11,7 +11,7 @@ export class Sheets {
 		Object.assign(this, {data, held: new Map(), loading: 0});
 	}
 
-	// The decoded image at an address below api/draw/. One that cannot be had is asked for again the next time.
+	// The decoded image at an address below api/draw/. If it cannot be had, it is asked for again the next time.
 	get(path) {
 		if (!this.held.has(path)) {
 			if (this.loading >= LOADING && path.includes("&at=")) return Promise.reject(new Error("busy"));

@@ -129,8 +129,9 @@ class _Playground:
         given = {name: self._given_file(columns[name], pictures[name]) for name in sorted(columns)}
         first = second = b""
         if image is not None:
-            format = images.format_of(run.path)
-            first = encode_png(images.at_run_size(self._image(image), format))
+            pixels = self._image(image)
+            format = images.format_for(run.path, pixels)
+            first = encode_png(images.at_run_size(pixels, format))
             if mask is not None:
                 second = encode_png(images.at_run_size(self._image(mask), format.as_mask))
         asked = read_request(run.path, settings, image is not None, mask is not None)
@@ -239,7 +240,8 @@ class _Playground:
 
         def made() -> bytes:
             if name is None:
-                return encode_png(images.at_run_size(upload.pixels, images.format_of(run.path)))
+                pixels = upload.pixels
+                return encode_png(images.at_run_size(pixels, images.format_for(run.path, pixels)))
             return condition_view(upload.data, picture_column(conditions_of(run.path), name))
 
         return Response(await self._server.pictures.decode(made), media_type="image/png")

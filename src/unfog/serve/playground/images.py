@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import PngImagePlugin
 
+from unfog.data.buckets.sizes import nearest_size
 from unfog.data.decode import decode, parse_colour
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import open_bytes
@@ -24,6 +25,7 @@ from unfog.reporting.image_grids import Pixels
 from unfog.serve.playground.drawing import Drawing
 from unfog.serve.run_files import decode_picture, read_settings
 from unfog.serve.run_files import webp as encode_webp
+from unfog.values.buckets import parse_buckets
 from unfog.values.image_format import CHANNELS, ImageFormat, parse_size, to_pillow
 
 _EMPTY = 128  # grey, of a picture that has not begun
@@ -82,12 +84,18 @@ def npy(values: bytes, facts: Sequence[Any]) -> bytes:
     return file.getvalue()
 
 
-def format_of(run: Path) -> ImageFormat:
-    """Return the format of the images of a run. RequestError if its configuration does not have them."""
+def format_for(run: Path, pixels: Pixels) -> ImageFormat:
+    """Return the format in which a run draws from an image [H, W, C]: of its bucket whose shape is nearest, if any.
+
+    RequestError if the configuration of the run does not have it.
+    """
     settings = read_settings(run)
-    size, channels = settings.get("data.size"), settings.get("data.channels")
+    size, channels, buckets = (settings.get(name) for name in ("data.size", "data.channels", "buckets"))
     # A program of somebody else may have written it: an image of that size is made.
     with suppress(RequestError):
+        if buckets and isinstance(buckets, list):
+            sizes = [bucket.size for bucket in parse_buckets([str(each) for each in buckets])]
+            size = nearest_size(sizes, pixels.shape[1], pixels.shape[0])
         if size and channels in CHANNELS:
             return ImageFormat.of(int(channels), parse_size(size))
     if size and isinstance(channels, int):

@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from unfog.config.schema import Config
+from unfog.data.buckets.joined_set import cropped_to
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import open_bytes
 from unfog.diffusion.steps import SamplingStep
 from unfog.errors import RequestError
 from unfog.inference.loaded_run import load_run_images
-from unfog.inference.memorization import COPY, FEWEST, find_nearest_images
+from unfog.inference.memorization import COPY, FEWEST, UnseenImages, find_nearest_images
 from unfog.inference.run import Run
 from unfog.pipeline.condition_pictures import condition_pictures
 from unfog.pipeline.edit_images import build_edit
@@ -34,6 +35,7 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.image_grids import Pixels
 from unfog.serve.playground.channel import MOST_BYTES, Channel, Message
 from unfog.serve.playground.inputs import Inputs
+from unfog.values.image_format import size_of
 
 _TILE = 128  # longest side of a kept step, in pixels
 _STEP_BYTES = 2**26  # of all kept steps of a job; beyond that, only every second or third step is kept
@@ -58,12 +60,13 @@ class Studio:
         """Draw a job, and send its steps and its pictures. One that is cancelled ends within a step."""
         head = message.head
         run = self._load(head["run"], **head["weights"])
-        format = run.config.image_format
         if channel.is_cancelled(job):
             channel.send("done", job, stopped=True, images=[0], seconds=0.0, calls=0)
             return
         inputs, settings = Inputs.read(head, message.body), dict(head["settings"])
         image, mask = (_pixels(part) for part in (inputs.image, inputs.mask))
+        run = run.at_size(0 if image is None else size_of(*image.shape[:2]))
+        format = run.config.image_format
         count = settings.pop("n")
         words: dict[str, object] = run.config.conditions.read_words(settings.pop("given", ()))
         given, shown = _with_pictures(run, words, inputs)
@@ -180,7 +183,9 @@ def find_copies(channel: Channel, job: int, message: Message) -> None:
     RequestError if the training images are not there any more, have changed, or are too few.
     """
     drawn = np.frombuffer(message.body, np.uint8).reshape(message.head["images"])
-    dataset = load_run_images(RunFolder(Path(message.head["run"])).read_config(), StopSignals()).of_one_size
+    dataset = load_run_images(RunFolder(Path(message.head["run"])).read_config(), StopSignals())
+    # Those of other shapes are cropped to that of the pictures, as an upload was.
+    dataset = cropped_to(dataset, size_of(*drawn.shape[1:3]))
     if len(dataset.train) < FEWEST:
         raise RequestError(f"of {len(dataset.train)} training images all are near; at least {FEWEST} are needed")
     near = find_nearest_images(drawn, dataset)
@@ -193,7 +198,7 @@ def find_copies(channel: Channel, job: int, message: Message) -> None:
         "usual": COPY,
         "searched": len(dataset.train),
         "unseen": {
-            "what": near.what,
+            "what": near.what if UnseenImages(dataset).enough else "of your own images, each against the others,",
             "count": len(near.unseen.ratio),
             "ratio": round(float(np.median(near.unseen.ratio)), 4),
         },
