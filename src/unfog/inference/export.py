@@ -179,9 +179,8 @@ def _check_loop(job: _Export, kind: str) -> None:
     code, inputs = run_path(str(job.folder / "sample.py")), _example_inputs(model)
     _, network = code["load"](job.folder)
     short = model | {"levels": model["levels"][:1] + model["levels"][1:][-2:]}
-    noise, label = inputs["x"], inputs.get("label")
-    if kind == "onnx":
-        noise, label = noise.numpy(), None if label is None else label.numpy()
+    given: list[Any] = [inputs["x"], inputs.get("label")]
+    noise, label = [one if one is None or kind != "onnx" else one.numpy() for one in given]
     columns = [example_values(one, 3) for one in model["conditions"]]
     drawn = torch.as_tensor(code["sample"](short, network, noise, label, columns))
     known = job.called.known

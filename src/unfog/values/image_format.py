@@ -352,12 +352,11 @@ class ImageFormat:
         if colours != GREY:
             shown = colour_table(colours)[planes[:, 0]]
             return shown if values.filler is None else with_checkers(shown, values.known(stored)[:, 0])
-        shown = to_rgb(planes.transpose(0, 2, 3, 1))
-        # A pixel that is unknown in one of three channels is no colour of the others.
-        if values.filler is None:
-            return shown
-        known: NDArray[np.bool_] = values.known(stored)
-        return shown * known.all(1, keepdims=True).transpose(0, 2, 3, 1)
+        if values.filler is not None:  # what is unknown in one of three channels is no colour of the others
+            import numpy as np
+
+            planes = np.where(np.all(values.known(stored), 1, keepdims=True), planes, np.uint8(0))
+        return to_rgb(planes.transpose(0, 2, 3, 1))
 
     def planes(self, pictures: NDArray[Any]) -> NDArray[np.uint8]:
         """Return channels of stored images [N, H, W, C] as 8 bits to look at, [N, C, H, W]: -1 to 1 of the model."""
