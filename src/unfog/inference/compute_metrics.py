@@ -305,7 +305,7 @@ def held_out_losses(
 def open_against(run: LoadedRun, against: StepOrRun | None) -> Against | None:
     """Return the other network of a comparison of held-out losses: of a step of the run, or of another run.
 
-    RequestError if there is none, or the losses of the other run are of other images or of another task.
+    RequestError if it does not exist, or the other run has other images or another task.
     """
     if against is None:
         return None
@@ -323,7 +323,7 @@ def open_against(run: LoadedRun, against: StepOrRun | None) -> Against | None:
 
 
 def _differences_of_tasks(ours: Config, theirs: Config) -> list[str]:
-    """Return what differs of the tasks of two networks. Loss and weighting may: both are measured by our own."""
+    """Return the differences between the tasks of two networks. Loss and weighting may: both are measured by our own."""
     diffusion = replace(theirs.diffusion, loss=ours.diffusion.loss, weighting=ours.diffusion.weighting)
     pairs = {
         "images": ((ours.fingerprint, ours.data.held_out), (theirs.fingerprint, theirs.data.held_out)),

@@ -352,7 +352,7 @@ class ImageFormat:
         if colours != GREY:
             shown = colour_table(colours)[planes[:, 0]]
             return shown if values.filler is None else with_checkers(shown, values.known(stored)[:, 0])
-        if values.filler is not None:  # what is unknown in one of three channels is no colour of the others
+        if values.filler is not None:  # the other channels alone would show another colour
             import numpy as np
 
             planes = np.where(np.all(values.known(stored), 1, keepdims=True), planes, np.uint8(0))

@@ -18,7 +18,7 @@ NONE, NAN = "none", "nan"
 """Values of `data.unknown`: all pixels are known, and NaN is unknown. Others are numbers as text."""
 
 _LEAST_SUSPECTED = 1e-3  # share of the values
-_FEWEST_OTHERS = 16  # different values that are no labels
+_FEWEST_OTHERS = 16  # different values, so that they are not labels
 
 
 def filler_of(text: str) -> float | None:
@@ -63,7 +63,7 @@ class Suspect(NamedTuple):
 
 
 def suspect_unknown(values: NDArray[Any]) -> Suspect | None:
-    """Return the number that may stand for unknown values in finite images [N, C, H, W]; None if there is none.
+    """Return the number that may stand for unknown values in finite images [N, C, H, W]; None without one.
 
     It is the least or the largest value of each channel, and one in a thousand values or more. In each channel the
     others take many values, and their whole range is less than their distance from it.
