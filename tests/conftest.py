@@ -97,8 +97,9 @@ def _own_cache(_nobodys_cache, monkeypatch):
 
 @pytest.fixture
 def scripts_on_path(monkeypatch):
-    """Let a test import what is in scripts/, whose modules import each other."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "scripts")
+    """Let a test import what is in scripts/ and scripts/pages/, whose modules import each other."""
+    for folder in ("scripts", "scripts/pages"):
+        monkeypatch.syspath_prepend(Path(__file__).parents[1] / folder)
 
 
 if "UNFOG_TESTS" not in os.environ:  # else this is a worker of xdist

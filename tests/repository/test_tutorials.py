@@ -96,7 +96,7 @@ def test_notebooks_have_their_outputs(file, notebook_recorder):
     assert len(text.encode()) < notebook_recorder.LARGEST
     cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), (
-        "run scripts/record_notebooks.py"
+        "run scripts/pages/record_notebooks.py"
     )
     kinds = [[output["output_type"] for output in cell["outputs"]] for cell in cells]
     assert not any("error" in each for each in kinds)
@@ -151,7 +151,7 @@ def test_the_commands_of_a_tutorial_run(page, tmp_path, tutorial_images):
     (tmp_path / "drawings").mkdir()
     for i, pixels in enumerate(tutorial_images.textures(count=120)):
         Image.fromarray(pixels).resize((72, 72)).save(tmp_path / "drawings" / f"{i:03d}.png")
-    command = [sys.executable, "scripts/record_tutorials.py", file, "--quick", "--folder", tmp_path / "work"]
+    command = [sys.executable, "scripts/pages/record_tutorials.py", file, "--quick", "--folder", tmp_path / "work"]
     command += ["--images", f"drawings={tmp_path / 'drawings'}"]
     before = file.read_bytes()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,6 +1,6 @@
 """Draw docs/export.png: samples of a run by Unfog, and by diffusers from its export, from the same noise.
 
-    python scripts/export_side_by_side.py runs/photos
+    python scripts/pages/export_side_by_side.py runs/photos
 
 It prints the largest difference, and for each format the seconds of an export and the size of its folder.
 """
@@ -19,7 +19,7 @@ import unfog
 from unfog.diffusion.noise import NoiseSource
 from unfog.reporting.image_grids import grid, save_png, with_caption
 
-PICTURE = Path(__file__).parent.parent / "docs" / "export.png"
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "export.png"
 FORMATS = ("diffusers", "safetensors", "onnx", "pt2")
 
 

@@ -1,6 +1,6 @@
 """Draw the pictures of docs/fix-it.md, and write what `unfog doctor` says of each bad run into the page:
 
-    python scripts/draw_symptoms.py FOLDER [--only NAME …]
+    python scripts/pages/draw_symptoms.py FOLDER [--only NAME …]
 
 Each symptom has a run with one fault. Its picture has eight samples with the fault on the left. On the right are eight
 of the remedy, or real images. All of it happens in FOLDER, where a run that is finished is not trained again. The

@@ -1,7 +1,7 @@
 """Draw the finished run of the site from the checkpoints of a real one:
 
     unfog train fashion --preset demo --checkpoint.every 20 --checkpoint.keep 200
-    python scripts/live_demo.py runs/fashion
+    python scripts/pages/live_demo.py runs/fashion
 
 writes docs/finished-run.webp, .json and .html. The picture has a row for each of some checkpoints and a column for each
 sampling step; every cell shows the same samples, which begin at the same noise. The .json names rows and columns for
@@ -26,7 +26,7 @@ from unfog.reporting.image_grids import grid
 from unfog.reporting.report import write_report
 from unfog.serve.run_files import checkpoint_steps
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 ROWS, SAMPLES, STEPS, ACROSS, SEED, GAP = 8, 10, 8, 5, 1, 6
 Pixels = NDArray[np.uint8]
 

@@ -1,6 +1,6 @@
 """Train with a mirror, lose the run, continue from the mirror, and draw what was where, when:
 
-    python scripts/draw_mirror.py FOLDER
+    python scripts/pages/draw_mirror.py FOLDER
 
 works in FOLDER, which must not exist, and writes docs/pictures/mirror.svg. The run is killed by SIGKILL, and its folder
 deleted, as if its machine were gone.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from line_charts import BLUE, GREEN, ORANGE, RED, Chart, Points, side_by_side
 
-PICTURE = Path(__file__).resolve().parent.parent / "docs" / "pictures" / "mirror.svg"
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "pictures" / "mirror.svg"
 EVERY, LOST, STEPS = 100, 370, 600  # steps between checkpoints, at the loss, and of the run
 NETWORK = "unet:channels=8,attention=0,mid_attention=0,norm_groups=4"
 

@@ -1,6 +1,6 @@
 """Record the notebooks of the examples: run their cells, and store what these print and draw.
 
-    python scripts/record_notebooks.py [--folder FOLDER] [NAME …]
+    python scripts/pages/record_notebooks.py [--folder FOLDER] [NAME …]
 
 All run in one folder, a new one without `--folder`, in the order of NAMES: `first_hour` trains the run that
 `look_inside` looks at. The drive of `train_on_a_rented_machine` is a folder there. Streams are shortened as in the
@@ -19,7 +19,7 @@ import nbformat
 from nbclient import NotebookClient
 from record_tutorials import FIRST, LAST, shown, without_paths
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAMES = ("first_hour", "look_inside", "train_on_a_rented_machine")
 LARGEST = 400_000  # bytes of a notebook
 DRIVE = "/content/drive/MyDrive"

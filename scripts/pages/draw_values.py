@@ -1,15 +1,15 @@
 """Draw real images above generated ones, for data whose values are not those of pictures:
 
-    python scripts/tutorial_images.py retina retina.tif
+    python scripts/pages/tutorial_images.py retina retina.tif
     unfog train retina.tif --network unet:channels=16/32,attention=0/0,norm_groups=16 --budget 10m
     unfog resume runs/retina --steps 1000
-    python scripts/draw_values.py retina runs/retina retina.tif
+    python scripts/pages/draw_values.py retina runs/retina retina.tif
 
 writes docs/pictures/retina.png, and
 
-    python scripts/tutorial_images.py scenes scenes
+    python scripts/pages/tutorial_images.py scenes scenes
     unfog train scenes/ --data.unknown 0 --flip --network unet:channels=16/32,attention=0/0,norm_groups=16 --budget 14m
-    python scripts/draw_values.py scenes runs/scenes scenes
+    python scripts/pages/draw_values.py scenes runs/scenes scenes
 
 docs/pictures/scenes.png, with two views of four bands. Values are printed in the units of the files.
 """

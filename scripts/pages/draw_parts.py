@@ -1,6 +1,6 @@
 """Draw the pictures of the pages on parts of your own, and that of several processes, as SVG:
 
-    python scripts/draw_parts.py
+    python scripts/pages/draw_parts.py
 
 writes docs/pictures/parts/*.svg. `plan.svg` has all parts in their order, and PAGE.svg has one of them with what it
 gets and gives. Curves of a weighting, a loss, a value map and a sampler are those of the code that their pages show.
@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from ledger_rows import ROOT, figures, read
 from line_charts import BLUE, FAINT, GREEN, GREY, INK, ORANGE, Chart, side_by_side, svg_start
 
 from unfog.diffusion.losses.pixel_loss import AbsoluteError, PseudoHuber, SquaredError
@@ -29,6 +28,7 @@ from unfog.diffusion.sampler import Sampler
 from unfog.diffusion.weighting import MinSnr, Plain
 from unfog.values import value_maps
 
+ROOT = Path(__file__).resolve().parents[2]
 PAGES, OUT = ROOT / "docs" / "extending", ROOT / "docs" / "pictures" / "parts"
 WIDTH, BOX, HIGH, GAP = 760, 163, 58, 30
 # Name -> column, row, and what it does. Boxes without a page are not for extension.
@@ -237,6 +237,9 @@ def sampler() -> str:
 
 def ranks() -> str:
     """What N processes send in a step, and keep of each weight."""
+    sys.path.append(str(ROOT / "scripts"))
+    from ledger_rows import figures, read
+
     known = figures(read())
     parameters, counts = 0.99, range(1, 9)
     sent = Chart("Sent by a rank in a step, 1M weights", counts, (0, 4, 8, 12), ("ranks", "MB"), (420, 320), 100)

@@ -1,7 +1,7 @@
 """Record the tutorials: run the commands of a page, and write what they print behind each of them.
 
-    python scripts/record_tutorials.py docs/tutorials/first-hour.md
-    python scripts/record_tutorials.py docs/tutorials/drawings.md --images drawings=FOLDER
+    python scripts/pages/record_tutorials.py docs/tutorials/first-hour.md
+    python scripts/pages/record_tutorials.py docs/tutorials/drawings.md --images drawings=FOLDER
 
 A block ```console has commands, each behind `$ `, and their output: the first lines and the last ones, as many as the
 comment `<!-- lines: FIRST LAST -->` before the block says. A comment `<!-- file: NAME -->` before a block of code

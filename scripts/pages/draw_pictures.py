@@ -1,44 +1,44 @@
 """Draw the pictures of the how-to pages from a real run:
 
-    python scripts/draw_pictures.py RUN [--only steps ema …]
+    python scripts/pages/draw_pictures.py RUN [--only steps ema …]
 
 writes docs/pictures/steps.png (few sampling steps against many), ema.png (with the EMA and without), guidance.png and
 samplers.png, each with its labels in the picture. All rows of a picture begin at the same noise.
 
-    python scripts/draw_pictures.py --contest emoji-20m-default+tiny+muon-0 --images EMOJI --out emoji-20m.png
+    python scripts/pages/draw_pictures.py --contest emoji-20m-default+tiny+muon-0 --images EMOJI --out emoji-20m.png
 
 puts real images above the stored samples of a run of benchmarks/quality. Omit --images if those of the set have no
 licence, as those of CIFAR-10:
 
-    python scripts/draw_pictures.py --contest "cifar10-20m-default+tiny+muon-0" --out cifar10-20m.png
+    python scripts/pages/draw_pictures.py --contest "cifar10-20m-default+tiny+muon-0" --out cifar10-20m.png
 
-    python scripts/draw_pictures.py --contest-of-all
+    python scripts/pages/draw_pictures.py --contest-of-all
 
 writes ../contest.png: the first two rows of several such runs, each below its name.
 
-    unfog sample runs/textures.npy -n 8 --steps 16 --out FOLDER && python scripts/draw_pictures.py --tiles FOLDER
+    unfog sample runs/textures.npy -n 8 --steps 16 --out FOLDER && python scripts/pages/draw_pictures.py --tiles FOLDER
 
 writes ../gallery-textures.png, the first six samples, each three times three times beside itself.
 
-    python scripts/draw_pictures.py --conditions DEGRADE.png GREY.png MASK.png
+    python scripts/pages/draw_pictures.py --conditions DEGRADE.png GREY.png MASK.png
 
 puts three pictures of benchmarks/quality/image_conditions.py side by side into ../image-conditions.png, with labels.
 
-    git show 424e60d2:docs/guided.png > rows.png && python scripts/draw_pictures.py --guided rows.png
+    git show 424e60d2:docs/guided.png > rows.png && python scripts/pages/draw_pictures.py --guided rows.png
 
 writes the names of its rows into ../guided.png. The samples themselves were not kept.
 
-    python examples/random_fields.py FOLDER && python scripts/draw_pictures.py --channels FOLDER
+    python examples/random_fields.py FOLDER && python scripts/pages/draw_pictures.py --channels FOLDER
 
 draws channels.png, the channels of true and generated fields, and
 
-    python scripts/tutorial_images.py densities densities.npy
+    python scripts/pages/tutorial_images.py densities densities.npy
     unfog train densities.npy --wrap xy --data.map log --network unet:channels=16/32,attention=0/0 --budget 20m
-    python scripts/draw_pictures.py runs/densities --density densities.npy
+    python scripts/pages/draw_pictures.py runs/densities --density densities.npy
 
 densities.png, which has true and generated densities, and generated ones beside themselves.
 
-    python scripts/draw_pictures.py zoo/fashion --posterior
+    python scripts/pages/draw_pictures.py zoo/fashion --posterior
 
 draws posterior.png: held-out clothes from means of 4x4 pixels with noise.
 """
@@ -60,7 +60,7 @@ from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.values.colour_map import colour_table
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "pictures"
 GRIDS = ROOT / "benchmarks" / "quality" / "results" / "grids"
 COLUMNS, CELL, GAP, LEFT, TOP = 10, 64, 4, 150, 30

@@ -1,21 +1,21 @@
 """Take the pictures of the page that the docs show, from runs that exist:
 
-    python scripts/screenshots.py RUNS ONE FIRST SECOND DRAWN
+    python scripts/pages/screenshots.py RUNS ONE FIRST SECOND DRAWN
 
 serves the folder of runs, opens it in a real Chromium, and writes docs/page-*.png: of run ONE alone, of FIRST and
 SECOND compared, and of drawings from DRAWN, a run of `make demo-text`. Needs `unfog[dev]` and Debian's chromium.
 
-    python scripts/screenshots.py doctor/photos/report.html docs/pictures/doctor.png
+    python scripts/pages/screenshots.py doctor/photos/report.html docs/pictures/doctor.png
 
 takes the beginning of a page that a command wrote.
 
     jupyter nbconvert --to html examples/first_hour.ipynb
-    python scripts/screenshots.py first_hour.html docs/pictures/notebook.png "Samples: an array"
+    python scripts/pages/screenshots.py first_hour.html docs/pictures/notebook.png "Samples: an array"
 
 begins where a text stands: here with a cell of a notebook.
 
     tensorboard --logdir runs --port 6006
-    python scripts/screenshots.py http://localhost:6006 docs/pictures/tensorboard.png
+    python scripts/pages/screenshots.py http://localhost:6006 docs/pictures/tensorboard.png
 
 takes that of TensorBoard, with losses and previews of the runs.
 """
@@ -28,7 +28,7 @@ from pathlib import Path
 
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 from browsers import WatchedPage, open_browser, serving  # noqa: E402
 
