@@ -68,8 +68,8 @@ def shown(output: str, first: int, last: int) -> list[str]:
     return lines if len(lines) <= first + last + 1 else [*lines[:first], "…", *(lines[-last:] if last else [])]
 
 
-def run(command: str, folder: Path) -> str:
-    """Run a command in the shell, and return what it prints. Raises SystemExit if it fails."""
+def run(command: str, folder: Path, statuses: tuple[int, ...] = (0,)) -> str:
+    """Run a command in the shell, and return what it prints. Raises SystemExit if it ends with another status."""
     environment = {
         **os.environ,
         "COLUMNS": str(COLUMNS),
@@ -85,7 +85,7 @@ def run(command: str, folder: Path) -> str:
         stderr=subprocess.STDOUT,
         encoding="utf-8",
     )
-    if done.returncode:
+    if done.returncode not in statuses:
         sys.exit(f"$ {command}\n{done.stdout}\nexit status {done.returncode}")
     return without_paths(done.stdout, folder)
 

@@ -30,6 +30,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "unfog"
 FOLDER = ROOT / "docs" / "reference"
 MADE = "*`python scripts/reference.py` writes this page from the code; a test checks that it is current.*"
+CODE = r"[a-z]+\.[a-z_]+"  # of a finding
+# Modules beside `checks` that make findings of the doctor.
+OTHER_CHECKS = ("inference/memorization.py", "runs/doctor.py")
 _SECTIONS = ("Args:", "Returns:", "Raises:", "Attributes:", "Yields:")
 # Classes that the functions of the package return, and the parts that programs of their own use.
 CLASSES = (
@@ -148,11 +151,13 @@ def findings_page() -> str:
     lines = _head(
         "Findings of the doctor",
         "`unfog doctor` prints these codes, with evidence and a remedy. A check may give several, a line each. "
-        "… stands for a number, a name or a command of the run.",
+        "… stands for a number, a name or a command of the run. Codes that begin with `rehearsal.` are those of the "
+        "dry run, and name the part that was tried, such as `rehearsal.training`.",
     )
     found: dict[str, str] = {}
     remedies: dict[str, dict[str, None]] = {}
-    modules = [_functions(module) for module in sorted((SOURCE / "checks").rglob("*.py"))]
+    checks = [*sorted((SOURCE / "checks").rglob("*.py")), *(SOURCE / name for name in OTHER_CHECKS)]
+    modules = [_functions(module) for module in checks]
     everywhere = {name: function for module in modules for name, function in module.items()}
     for module in modules:
         functions = everywhere | module
@@ -160,7 +165,7 @@ def findings_page() -> str:
             text = (ast.get_docstring(function) or "").partition("\n\n")[0].replace("\n", " ")
             for code, call in _findings(function):
                 # Checks of a run begin with their code.
-                text = re.sub(r"^[\w.]+: (\w)", lambda match: match[1].upper(), text)
+                text = re.sub(rf"^(?:{CODE}(?:, | and ))*{CODE}: (\w)", lambda match: match[1].upper(), text)
                 found[code] = found.get(code) or text
                 remedies.setdefault(code, {}).update(dict.fromkeys(_remedies(call, function, functions)))
     for section, codes in _grouped(found, lambda code: code.partition(".")[0]):
@@ -194,10 +199,14 @@ def _several(texts: Iterable[str]) -> str:
 def _findings(function: ast.FunctionDef) -> Iterator[tuple[str, ast.Call]]:
     """Yield the calls that make the findings of a function, each with its code."""
     calls = [each for each in ast.walk(function) if isinstance(each, ast.Call)]
+    named = re.findall(CODE, (ast.get_docstring(function) or "").partition(": ")[0])
     for call in calls:
         match call:
             case ast.Call(args=[ast.Constant(value=str() as code), *_]) if "Finding" in ast.unparse(call.func):
                 yield code, call
+            # Finding(code, …) in a check that serves several codes, which its docstring names.
+            case ast.Call(args=[ast.Name(id="code"), *_]) if "Finding" in ast.unparse(call.func):
+                yield from ((code, call) for code in named)
             # finding = partial(Finding, "run.state"), which is called as finding(severity, evidence, remedy).
             case ast.Call(
                 func=ast.Name(id="partial"), args=[ast.Name(id="Finding"), ast.Constant(value=str() as code)]
@@ -205,6 +214,9 @@ def _findings(function: ast.FunctionDef) -> Iterator[tuple[str, ast.Call]]:
                 for each in calls:
                     if ast.unparse(each.func) == "finding":
                         yield code, ast.Call(each.func, [call.args[1], *each.args], each.keywords)
+            # _exceptions(scan, "data.blank", which, description, remedy), which makes the finding.
+            case ast.Call(func=ast.Name(), args=[_, ast.Constant(value=str() as code), *_]) if re.fullmatch(CODE, code):
+                yield code, ast.Call(call.func, call.args[1:], call.keywords)
 
 
 def _remedies(call: ast.Call, function: ast.FunctionDef, functions: dict[str, ast.FunctionDef]) -> Iterator[str]:

@@ -54,10 +54,15 @@ def code_points(folder: Path) -> Iterator[int]:
                 yield code
 
 
+def drawing_font(folder: Path) -> ImageFont.FreeTypeFont:
+    """Return the font of the drawings."""
+    return ImageFont.truetype(folder / "font" / "glyf_colr0.ttf", POINTS, layout_engine=ImageFont.Layout.BASIC)
+
+
 def write_drawings(out: Path) -> None:
     """Write every n-th of the drawings, in the middle of white."""
     folder = openmoji()
-    font = ImageFont.truetype(folder / "font" / "glyf_colr0.ttf", POINTS, layout_engine=ImageFont.Layout.BASIC)
+    font = drawing_font(folder)
     codes = list(code_points(folder))
     out.mkdir(parents=True, exist_ok=True)
     for index in np.linspace(0, len(codes) - 1, DRAWINGS).astype(int):

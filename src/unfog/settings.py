@@ -2,7 +2,7 @@
 
 To add a setting, add one field:
 
-    lr: float = setting(0.0, short="lr", at_least=0, usual="1e-4 to 3e-3", resume="free")
+    lr: float = setting(0.0, short="lr", at_least=0, usual="1e-4 to 6e-3", resume="free")
 
 A setting that may be chosen automatically names the value that means this, as config.toml and the digests hold it:
 `auto=0`. `is_auto(settings, "lr")` is the question, and the word "auto" gives that value on the command line, in TOML

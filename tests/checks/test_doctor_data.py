@@ -321,3 +321,17 @@ def test_few_images_are_graded() -> None:
         none = replace(images, pixels=images.pixels[:0], names=(), sides=images.sides[:0], grey=images.grey[:0])
         found = by_code(quick_check_images(replace(whole, train=images, held_out=none), Config()))
         assert found["data.count"].severity == severity, count
+
+
+def test_white_ink_on_nothing_is_seen_on_another_background(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for i in range(8):
+        ink = random.integers(0, 256, (8, 8), np.uint8)
+        Image.merge("LA", (Image.new("L", (8, 8), 255), Image.fromarray(ink))).save(tmp_path / f"{i}.png")
+    found = {}
+    for background in ("white", "black"):
+        images = prepare(open_source(tmp_path), replace(IN_MEMORY, background=background))
+        found[background] = by_code(quick_check_images(images, Config()))["data.equal"]
+    assert found["white"].severity == "fatal"
+    assert "--data.background" in found["white"].remedy
+    assert found["black"].severity == "fine"

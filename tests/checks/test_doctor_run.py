@@ -1,6 +1,7 @@
 """The examination of a run: what is planted in a real one is found, and nothing if nothing is."""
 
 import json
+import re
 import shutil
 from datetime import UTC, datetime, timedelta
 
@@ -108,6 +109,13 @@ def test_a_healthy_run_gets_no_warning_and_every_check_is_told(trained, tmp_path
     told = json.loads((page.parent / "findings.json").read_text())["findings"]
     assert {one["code"] for one in told} == found.keys()
     assert page.read_text().count("data:image/png;base64,") >= 2
+
+
+def test_too_few_sampling_steps_are_told_without_samples(run):
+    assert "settings.sampler" not in examined(run, samples=0)
+    file = run / "config.toml"
+    file.write_text(re.sub(r"^steps = 8$", "steps = 2", file.read_text("utf-8"), flags=re.M), "utf-8")
+    assert examined(run, samples=0)["settings.sampler"].remedy == f"unfog sample {run} --steps 20"
 
 
 def test_the_same_run_gets_the_same_findings(run):

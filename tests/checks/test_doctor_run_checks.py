@@ -644,3 +644,12 @@ def test_a_remedy_for_tints_names_no_setting_that_the_run_has(tmp_path):
     assert "0.1" in flow
     assert "target" in eps
     assert "width" not in eps  # a fixed EMA has none
+
+
+def test_colours_that_jitter_brings_are_not_trained_away(tmp_path):
+    strong, usual = (
+        SampleRemedies.of(RunRecord(tmp_path, update(preset("default"), {"data": {"jitter": jitter}}, ""))).untinted
+        for jitter in (0.9, 0.1)
+    )
+    assert "--data.jitter 0.9" in strong
+    assert "jitter" not in usual

@@ -27,6 +27,7 @@ from unfog.checks.settings.settings_checks import (  # each check is given its s
     _check_sampler,
     _check_timesteps,
     _evenly_spread_pixels,
+    check_sampling,
     check_settings,
 )
 from unfog.config.presets import preset
@@ -543,3 +544,23 @@ def test_more_sampling_steps_are_advised_that_the_schedule_has(timesteps, kind, 
     assert count > steps
     resolve_sampler(config, kind, count, "karras" if karras else None)  # which refuses what cannot be drawn
     assert karras == (count > timesteps)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"guidance": 12.0}, "unfog sample RUN --guidance 1.5"),
+        ({"sampler": {"steps": 2}}, "unfog sample RUN --steps 20"),
+        (
+            {"sampler": {"kind": "ddpm", "steps": 20}},
+            "unfog sample RUN --sampler dpmpp, or --steps 250",
+        ),
+        ({"label_dropout": 0.9}, ""),
+        ({}, ""),
+    ],
+)
+def test_settings_that_spoil_samples_of_a_run_are_mended_when_it_samples(changes, remedy):
+    config = update(replace(preset("default"), classes=("a", "b")), changes, "")
+    found = check_sampling(config, lambda verb, flags: f"unfog {verb} RUN {flags}")
+    assert [one.remedy for one in found] == [remedy] * bool(remedy)
+    assert all(one.severity == "hint" for one in found)

@@ -208,7 +208,7 @@ def test_explain_tells_all_that_a_field_holds(said):
         "--lr, --optimizer.lr NUMBER",
         "lr, below [optimizer]",
         "default auto, written as 0; 0.0002 with --preset ddpm",
-        "at least 0; usual: 1e-4 to 3e-3",
+        "at least 0; usual: 1e-4 to 6e-3",
         "on resume can change",
         "why 0.003 suits a million parameters",
         "measured Fréchet distance",

@@ -41,15 +41,33 @@ def test_remedies_are_found_where_a_check_makes_them(scripts_on_path, monkeypatc
         "    finding = partial(Finding, 'a.partial')\n"
         "    finding('hint', 'said', other(b))\n"
         "    Finding('a.fine', 'fine', 'said')\n"
+        "    exceptions(a, 'a.helper', b, 'said', 'mend it')\n"
         "    return Finding.graded('a.graded', 'said', (bad, 'hint', '', remedy), (b, 'hint', '', 'stop'), facts={})\n"
+        "def several(code):\n    'a.one and a.two: check both.'\n    return Finding(code, 'hint', 'said', 'wait')\n"
     )
     monkeypatch.setattr(reference, "SOURCE", tmp_path)
+    monkeypatch.setattr(reference, "OTHER_CHECKS", ())
     rows = [line for line in reference.findings_page().splitlines() if line.startswith("| `a.")]
     assert sorted(rows) == [
         "| `a.fine` | Check it. |  |",
         "| `a.graded` | Check it. | • --batch …<br>• fewer images<br>• stop |",
+        "| `a.helper` | Check it. | mend it |",
+        "| `a.one` | Check both. | wait |",
         "| `a.partial` | Check it. | from a function: … |",
+        "| `a.two` | Check both. | wait |",
     ]
+
+
+def test_every_code_of_a_finding_is_on_its_page():
+    page, codes = (ROOT / "docs/reference/findings.md").read_text(), set()
+    for module in SOURCE.rglob("*.py"):
+        text = module.read_text()
+        codes |= set(re.findall(r'Finding(?:\.graded)?\(\s*"([a-z.]+_?[a-z_]*)"', text))
+        codes |= set(re.findall(r'partial\(Finding, "([a-z._]+)"', text))
+        codes |= set(re.findall(r'_exceptions\(scan, "([a-z._]+)"', text))
+    assert len(codes) > 50
+    codes = {code for code in codes if code.partition(".")[0] in ("data", "gpu", "length", "run", "settings")}
+    assert [code for code in sorted(codes) if f"`{code}`" not in page] == []
 
 
 def test_attributes_have_the_text_under_their_field_and_not_that_of_their_type(scripts_on_path):
@@ -236,9 +254,11 @@ def _linked(site):
     """Yield the files that pages of the site, and their Markdown, link to; the server shows index.html of a folder."""
     for page in (page for page in site.rglob("*.html") if page.name != "404.html"):
         text = page.read_text("utf-8")
-        for link in re.findall(r'<(?:a|img|link|script|source)\b[^>]*?(?:href|src|srcset)="([^":#?]+)', text):
+        for link in re.findall(r'<(?:a|img|link|script|source)\b[^>]*?(?:href|src|srcset)="([^":#?]+)(?=[#?"])', text):
             there = page.parent / link
             yield there / "index.html" if link.endswith("/") else there
     for page in site.rglob("*.md"):
         text = re.sub(r"^ *```.*?^ *```$", "", page.read_text("utf-8"), flags=re.M | re.S)
-        yield from (page.parent / link for link in re.findall(r"\]\(([^()\s:#]+)", re.sub(r"`[^`]*`|    .*", "", text)))
+        yield from (
+            page.parent / link for link in re.findall(r"\]\(([^()\s:#]+)(?=[#)])", re.sub(r"`[^`]*`|    .*", "", text))
+        )

@@ -104,7 +104,7 @@ class RunStatus:
 
     @property
     def needs_no_training(self) -> bool:
-        """Whether no training is left to do: it is finished, or an export."""
+        """True if no training is left to do: it is finished, or an export."""
         return self.state in ("finished", EXPORTED)
 
     @property

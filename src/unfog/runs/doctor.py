@@ -84,6 +84,7 @@ def _check_source(config: Config, stop: StopSignals, quick: bool) -> list[Findin
 
 
 def _check_source_images(prepared: Dataset, config: Config, stop: StopSignals) -> list[Finding]:
+    """Check the images, and show them as the network sees them."""
     with Progress("checking images", None) as progress:
         update = stop.watching(progress)
         findings = check_images(prepared, config, update)
@@ -96,6 +97,7 @@ def _check_source_images(prepared: Dataset, config: Config, stop: StopSignals) -
 
 
 def _check_pack(path: Path, progress: Callable[[int, int], None]) -> Finding:
+    """Check the checksums of a pack."""
     troubles = Pack.verify(path, progress)
     if not troubles:
         return Finding("data.pack", "fine", f"the checksums of {path} are right")
@@ -106,6 +108,7 @@ def _check_pack(path: Path, progress: Callable[[int, int], None]) -> Finding:
 def _check_planned_run(
     prepared: Dataset, config: Config, device: torch.device, stop: StopSignals, quick: bool
 ) -> list[Finding]:
+    """Check that the settings suit the images, then each of them, the length, and a batch."""
     one_size = prepared.of_one_size
     auto = AutoSettings(config, one_size.as_network_input.train, device, stop)
     auto.is_hasty = True

@@ -116,6 +116,9 @@ def _check_all_equal(scan: ImageScan) -> Finding:
     which = scan.rows[first[[counts.argmax()]]]
     evidence = f"{format_share(most, total)} checked images are the same image ({list_names(scan.names(which))})"
     remedy = "give different images; there is nothing to learn from a single one"
+    report = scan.prepared.report
+    if report.actions.get("flattened", 0) >= _EQUAL * max(report.used, 1):  # white ink on nothing, laid on white
+        remedy = "they are transparent, and are of the colour that is put behind them: give another --data.background"
     return Finding("data.equal", "fatal", evidence, remedy, facts, (scan.images_figure(which, "The image"),))
 
 

@@ -23,6 +23,7 @@ from unfog.checks.run.run_record import RunRecord
 from unfog.checks.run.sample_checks import SampleRemedies, check_samples, check_values
 from unfog.checks.run.trend_checks import check_trends, has_high_rate
 from unfog.checks.settings.learning_rate_checks import usual_learning_rate
+from unfog.checks.settings.settings_checks import check_sampling
 from unfog.config.schema import Config
 from unfog.config.toml import read_toml
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
@@ -97,6 +98,7 @@ def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> lis
         *check_progress(record, usual_lr),
         *check_trends(record, usual_lr, relative, pixelwise, memorized),
         *findings,
+        *check_sampling(config, record.command),
         *check_costs(record),
     ]
     if skipped:

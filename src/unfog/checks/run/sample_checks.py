@@ -39,6 +39,8 @@ _NOTICED = 0.4
 _NOISY, _SMOOTH = 2.5, 0.2
 # Such energy, of ten levels, hardly shows; it is added to both, so that flat pictures have a ratio as well.
 _FAINT = 100.0
+# Jitter of colours from which on it shows in samples.
+_JITTER = 0.2
 # Standard deviation in levels below which a picture shows nothing.
 _BLANK = 2.0
 # Share of pixels at 0 or 255 beyond that of the data.
@@ -71,7 +73,9 @@ class SampleRemedies(NamedTuple):
             finer = f"sample in smaller steps: {change}"
         elif steps > sampler.steps:
             finer = f"take more sampling steps: {record.command('sample', f'--steps {steps}')}"
-        tint = ["the v and flow targets tint less than eps"] * (config.diffusion.target.kind == "eps")
+        jitter = config.data.jitter
+        tint = [f"samples have the colours of --data.jitter {jitter:g}, so train again with less"] * (jitter > _JITTER)
+        tint += ["the v and flow targets tint less than eps"] * (config.diffusion.target.kind == "eps")
         if isinstance(config.ema, PowerEma) and config.ema.width > 0.01:
             tint.append(f"a lower --ema power:width than {config.ema.width:g} helps late in a run")
         return cls(finer, _lower_end(record), ", and ".join(tint))

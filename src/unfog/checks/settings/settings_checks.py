@@ -7,6 +7,9 @@ To add a check, write a function that returns a Finding here or in a module besi
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +74,19 @@ def check_settings(
         _check_sampler(config),
         *check_machine(config, parameters, device, seconds_per_step, folder),
     ]
+
+
+def check_sampling(config: Config, command: Callable[[str, str], str]) -> list[Finding]:
+    """Return hints of settings that spoil the samples of a trained run, with the command that samples with others.
+
+    `command` takes a verb and flags, such as "sample" and "--steps 20".
+    """
+    findings = []
+    for found in (_check_guidance(config), _check_sampler(config)):
+        remedy = re.sub(r"--sampler\.(steps|grid)", r"--\1", found.remedy).replace("--sampler.kind", "--sampler")
+        if found.severity == "hint" and "dropout" not in remedy:  # which is a setting of training
+            findings.append(replace(found, remedy=command("sample", remedy)))
+    return findings
 
 
 def _check_network(config: Config, prepared: Dataset) -> Finding:

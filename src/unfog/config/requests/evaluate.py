@@ -111,7 +111,7 @@ class EvaluateRequest(EvaluationRequest):
                                    two checkpoints on the same images and noise
       unfog evaluate samples/ --reference photos/            images without a run
 
-    Values are stored in RUN/evaluations, all but `sliced` with a confidence interval. The same command continues
+    Values are stored in RUN/evaluations, with a confidence interval where one is known. The same command continues
     after an interruption, and reads stored results. torchrun --nproc-per-node 2 -m unfog evaluate … shares the samples.
     """
 
