@@ -26,7 +26,7 @@ def keep_words_whole(page: str) -> str:
     def word(text: str) -> str:
         if len(text) <= _LONG_WORD:
             return "<span>" + re.sub(r"(?<=[a-z_][.(/:=])(?=\w)", "<wbr>", text) + "</span>"
-        return '<span class="long">' + re.sub(r"(?<=[\w)][./:=_])(?=\w)", "<wbr>", text) + "</span>"
+        return '<span class="long">' + re.sub(r"(?<=[\w):][./:=_])(?!py\b)(?=\w)", "<wbr>", text) + "</span>"
 
     def words(code: re.Match[str]) -> str:
         return "<code>" + " ".join(word(part) for part in code[1].split(" ")) + "</code>"

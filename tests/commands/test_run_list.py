@@ -21,9 +21,9 @@ import pytest
 from command import exit_status
 from unfog.process.run_screen import screen_lines
 from unfog.process.run_status import RunStatus, find_runs
-from unfog.reporting.records import read_metrics
+from unfog.reporting.records import WAITING, read_metrics
 from unfog.reporting.terminal_charts import ChartSpace, text_chart
-from unfog.training.checkpoints.format import EMA
+from unfog.training.checkpoints.format import EMA, MIRROR_MARK
 
 
 def lines(path: Path, rows: list[dict]) -> None:
@@ -131,6 +131,52 @@ def test_another_manifest_is_no_export(tmp_path, damage):
     (run / "checkpoints").rename(run / "own")
     (run / "checkpoints").symlink_to(run_of / "checkpoints")
     assert RunStatus.read(run).state == "not begun"
+
+
+@pytest.mark.parametrize(
+    ("ended", "shown", "status"),
+    [("running", "mirror", 3), ("stopped", "mirror: stopped", 3), ("finished", "mirror: finished", 0)],
+)
+def test_a_mirror_is_a_copy_and_no_killed_run(tmp_path, ended, shown, status):
+    mirror = run_folder(tmp_path / "mirror", ended)
+    beat = json.loads((mirror / "heartbeat.json").read_text())
+    (mirror / "heartbeat.json").unlink()
+    (mirror / MIRROR_MARK).write_text("")
+    found = RunStatus.read(mirror)
+    assert (found.state, found.state_text, found.step) == ("mirror", shown, 60)
+    assert exit_status("runs", mirror, "--finished") == status
+    # A resume that was refused changes nothing; one in the mirror itself makes it the run.
+    for doing, state in (("failed: RequestError", "mirror"), ("training", "running")):
+        (mirror / "heartbeat.json").write_text(
+            json.dumps(beat | {"doing": doing, "next": 5 * (doing == "training") or None})
+        )
+        assert RunStatus.read(mirror).state == state
+
+
+def test_a_run_that_waits_has_a_gauge_and_no_time_left(tmp_path, capsys):
+    run = run_folder(tmp_path / "run")
+    beat = json.loads((run / "heartbeat.json").read_text())
+    for reason, doing in WAITING.items():
+        (run / "heartbeat.json").write_text(json.dumps(beat | {"doing": doing}))
+        assert exit_status("runs", run, "--prometheus") == 0
+        said = capsys.readouterr().out
+        assert f'reason="{reason}"}} 1' in said
+        assert said.count("unfog_run_waiting{") == len(WAITING)
+        assert said.count('"} 1\n') == 2  # it, and the state
+        assert "unfog_run_seconds_left{" not in said
+    assert RunStatus.read(run).state_text == f"running, {doing}"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "age"), [((), math.nan), (("mirrored", "mirror_failed"), 60), (("mirror_failed", "mirror_failed"), 60)]
+)
+def test_the_age_of_the_mirror_is_that_of_its_last_copy(tmp_path, kinds, age):
+    run = run_folder(tmp_path / "run")
+    with (run / "events.jsonl").open("a") as events:
+        for kind, minutes in zip(kinds, (1, 0)):
+            row = {"time": (datetime.now(UTC) - timedelta(minutes=minutes)).isoformat(), "step": 60, "kind": kind}
+            events.write(json.dumps(row) + "\n")
+    assert RunStatus.read(run).mirror_age == pytest.approx(age, abs=20, nan_ok=True)
 
 
 def test_prometheus_reads_the_numbers_that_json_has(tmp_path, capsys):

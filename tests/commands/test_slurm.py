@@ -140,6 +140,30 @@ def test_a_container_has_the_folders_of_all_paths_in_the_command(here):
     assert bound == sorted(map(str, (here, other / "depth", other / "tables", other / "weights")))
 
 
+@pytest.mark.parametrize("image", ["a.sif", "nvcr.io#pytorch"])
+def test_a_container_has_the_parent_of_what_the_command_will_make(here, capsys, image):
+    mount = here.parent / f"{here.name}-bucket"
+    (mount / "runs").mkdir(parents=True)
+    paths = (
+        "--mirror",
+        f"{mount}/runs/new",
+        f"--evaluate.features={mount}/odd=1/net.pt",
+        "--note",
+        "/nowhere/in/x",
+        "--init",
+        "/other",
+    )
+    request = SlurmRequest(command=("train", "fashion", *paths), run=here / "run", source="fashion", container=image)
+    script = batch_script(request)
+    mounts = script.partition("--bind " if image == "a.sif" else "--container-mounts=")[2]
+    assert {one.split(":")[0] for one in shlex.split(mounts)[0].split(",")} == {str(here), str(mount)}
+    slurm.main(request)
+    said = capsys.readouterr().err
+    for folder in ("/nowhere", "/other"):
+        assert f"{folder} is not on this machine; make sure that it is mounted in the container" in said
+    assert f"{mount}/runs" not in said  # it is there
+
+
 @pytest.mark.parametrize(("source", "shared"), [("fashion", "it and the images"), ("s3://bucket/{0..3}.tar", "it")])
 def test_what_all_nodes_have_to_reach_is_said(here, capsys, source, shared):
     slurm.main(SlurmRequest(command=("train", source), run=Path("run"), source=source))

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,6 +90,13 @@ def test_mistakes_are_named(tmp_path, text, message):
         read_toml(file, Config())
     assert message in str(error.value)
     assert str(file) in str(error.value)
+
+
+def test_a_function_of_python_is_refused_with_its_path():
+    with pytest.raises(RequestError, match=r"loss='custom:path=textwrap\.dedent'"):
+        update(Config(), {"diffusion": {"loss": textwrap.dedent}}, "")
+    with pytest.raises(RequestError, match=r"loss='custom:path=MODULE\."):
+        update(Config(), {"diffusion": {"loss": type(lambda: 0)((lambda: 0).__code__, {"__name__": "__main__"})}}, "")
 
 
 def test_a_pipe_is_refused_unless_it_is_the_shells(tmp_path):

@@ -147,7 +147,7 @@ def test_netcdf_3_is_read_as_netcdf_4_without_a_package(tmp_path: Path, kind: st
         numbers = np.arange(20 * i, 20 * i + 20).reshape(4, 5, 1)
         assert np.array_equal(source.read(i), numbers * 0.5 + 273)
         assert np.array_equal(flags.read(i), 4 * numbers)
-    with pytest.raises(RequestError, match=r"t2m \(3x4x5 >i2\), flag .*name one"):
+    with pytest.raises(RequestError, match=r"t2m \(3x4x5 >i2\), flag .*name one.* or several as channels"):
         open_source(path)
     with pytest.raises(RequestError, match="has no u; it has t2m, flag, labels"):
         open_source(f"{path}:u")
@@ -530,8 +530,11 @@ def test_nothing_in_a_store_is_unpickled_followed_or_unknown(tmp_path: Path, mon
 
 def test_the_dimensions_of_a_data_array_are_found_by_their_names() -> None:
     assert is_fields(open_source(StoredImages.store(TURNED, storing=Storing.of(Data()))))
-    with pytest.raises(RequestError, match="variables: v"):
-        StoredImages.store(xarray.Dataset({"v": TURNED}))
+    fields = xarray.Dataset({name: TURNED.isel(band=0) for name in "uv"})
+    with pytest.raises(RequestError, match=r"variables: u, v; .*all as channels: dataset\.to_array\('variable'\)"):
+        StoredImages.store(fields)
+    both = open_source(StoredImages.store(fields.to_array("variable"), storing=Storing.of(Data())))
+    assert both.read(0).shape[-1] == 2
     with pytest.raises(RequestError, match="rename"):
         StoredImages.store(TURNED.rename(band="a", lat="b"))
 

@@ -167,6 +167,17 @@ def test_masks_of_16_bits_of_colours_and_of_another_size(tmp_path):
         assert np.array_equal(column.values, expected)
 
 
+def test_numbers_in_a_file_of_arrays_are_refused_with_the_ways_to_give_a_column(tmp_path):
+    images, _ = write_pairs(tmp_path)
+    np.save(tmp_path / "amp.npy", np.arange(240.0))
+    with pytest.raises(RequestError, match=r"condition amp: .*the shape 240.*TABLE\.csv:amp with file_name 00000000"):
+        read(images, f"amp={tmp_path / 'amp.npy'}")
+    np.save(tmp_path / "amp.npy", np.zeros((3, 4, 5, 6), complex))
+    with pytest.raises(RequestError, match="give their magnitude") as refused:
+        read(images, f"amp={tmp_path / 'amp.npy'}")
+    assert "column" not in str(refused.value)
+
+
 def test_masks_in_colour_beside_grey_ones_are_refused(tmp_path):
     images, masks = write_pairs(tmp_path)
     path = next(masks.glob("a/*"))

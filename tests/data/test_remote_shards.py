@@ -161,7 +161,7 @@ def test_the_cache_of_what_is_read_is_opened_once(web: Server, monkeypatch: pyte
     care = replace(CARE, cache_bytes=10**9)
     found = prepare(open_source(web.url, policy=care), replace(ASKED, cache=placed))
     assert len(rooms) == 1
-    assert found.placement.startswith("for want of room; what is read is kept for later epochs")
+    assert found.placement.startswith("for want of room; what is read of the shards is kept for later epochs")
 
 
 def test_what_was_kept_and_is_damaged_is_fetched_anew(web: Server) -> None:

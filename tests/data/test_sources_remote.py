@@ -28,7 +28,7 @@ from unfog.data.sources import storage as remote
 from unfog.data.sources.base import TransientImageError
 from unfog.data.sources.labels import read_labels
 from unfog.data.sources.registry import open_source
-from unfog.data.sources.storage import is_permanent
+from unfog.data.sources.storage import describe_remote_error, is_permanent
 from unfog.errors import RequestError, RunError, install_command
 from unfog.values.image_format import ImageFormat
 
@@ -134,11 +134,25 @@ def test_s3_zip_is_read_in_place() -> None:
     assert (np.asarray(source.open(3)) == want).all()
 
 
+@pytest.mark.parametrize("error", [TimeoutError(), OSError("no route")])
+def test_a_server_that_is_not_there_may_be_a_forgotten_endpoint(
+    monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    remedy = ", or set AWS_ENDPOINT_URL for a server other than Amazon's"
+    assert describe_remote_error(error, "s3://bucket/a.tar").endswith(f"check the network and try again{remedy}")
+    assert remedy not in describe_remote_error(error, "https://host/a.tar")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://localhost:9000")
+    assert remedy not in describe_remote_error(error, "s3://bucket/a.tar")
+
+
 @pytest.mark.usefixtures("bucket")
 def test_s3_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RequestError, match=r"set-003\.tar is not there.*AWS_ENDPOINT_URL"):
         open_source("s3://pictures/sets/set-{000..003}.tar")
-    with pytest.raises(RequestError, match=r"nothing is there under s3://pictures/none/\*\.tar"):
+    with pytest.raises(
+        RequestError, match=r"nothing is there under s3://pictures/none/\*\.tar, or there is no such bucket"
+    ):
         open_source("s3://pictures/none/")
     with pytest.raises(RequestError, match="is not there"):
         open_source("s3://no-such-bucket/a.tar")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,13 +35,15 @@ from unfog.inference.evaluation_files import Evaluation
 from unfog.models.settings import DdpmPytorch
 from unfog.pipeline.condition_pictures import conditions_sheet
 from unfog.pipeline.generate import samples_show_unknown, view_grid
+from unfog.pipeline.load_data import load_images
 from unfog.pipeline.pack import pack
 from unfog.process.run_folder import RunFolder
+from unfog.process.signals import StopSignals
 from unfog.values import value_maps
 from unfog.values.colour_map import colour_table
 from unfog.values.columns import Column
 from unfog.values.image_format import ImageFormat, StoredValues
-from unfog.values.unknown import mask_from_text, mask_to_text
+from unfog.values.unknown import find_unknown, mask_from_text, mask_to_text, suspect_unknown
 
 RNG = np.random.default_rng(1)
 HIDDEN = RNG.random(FIELDS.shape) < 0.3
@@ -99,6 +102,70 @@ def test_pictures_say_how_unknown_pixels_look_only_if_they_show_some():
     mask[1, 5, 5] = True
     masked = replace(config, data=replace(data, unknown_mask=mask_to_text(mask)))
     assert [samples_show_unknown(masked.with_view(view)) for view in ("1", "0")] == [True, False]
+
+
+def test_a_pixel_with_one_unknown_channel_of_three_is_black_in_colours():
+    format = ImageFormat(3, 8, 8, StoredValues("float32", low=0.0, high=1.0, unknown="nan"))
+    pictures = np.full((1, 8, 8, 3), 0.9, np.float32)
+    pictures[0, 2, 3, 1:] = math.nan
+    shown = format.view(pictures)
+    assert not shown[0, 2, 3].any()
+    assert (np.delete(shown.reshape(-1, 3), 2 * 8 + 3, 0) > 200).all()
+
+
+def filled(number: float, share: float = 0.1) -> np.ndarray:
+    """Sea temperatures and salinities, of which some are hidden by a number."""
+    made = np.random.default_rng(0).normal([280, 35], [8, 0.4], (20, 8, 8, 2)).astype(np.float32)
+    made[np.random.default_rng(1).random(made.shape) < share] = number
+    return made.transpose(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize(("number", "said"), [(-9999.0, "least"), (1e20, "largest"), (-32768.0, "least")])
+def test_a_number_that_stands_far_from_all_others_may_be_unknown(number, said):
+    found = suspect_unknown(filled(number))
+    assert found is not None
+    assert found.end == said
+    assert found.share == pytest.approx(0.1, abs=0.02)
+    named = float(re.search(r"data.unknown=(\S+)$", str(found))[1])
+    assert find_unknown(filled(number), named).mean() == pytest.approx(found.share)  # what it advises finds them
+
+
+_DRAWN = np.random.default_rng(2)
+_BLACK = np.where(_DRAWN.random((20, 3, 8, 8)) < 0.6, 0, _DRAWN.integers(0, 256, (20, 3, 8, 8)))
+NO_FILLERS = {
+    "black": _BLACK,
+    "white": 255 - _BLACK,
+    "16 bits with much black": _BLACK * 200,
+    "mask": _DRAWN.integers(0, 2, (20, 1, 8, 8)),
+    "labels": _DRAWN.integers(0, 12, (20, 1, 8, 8)),
+    "far labels": np.where(_DRAWN.random((20, 1, 8, 8)) < 0.5, 0, _DRAWN.integers(250, 256, (20, 1, 8, 8))),
+    "clipped at 0": np.maximum(_DRAWN.normal(0, 1, (20, 1, 8, 8)), 0),
+    "rain": np.where(_DRAWN.random((20, 1, 8, 8)) < 0.8, 0, _DRAWN.gamma(1, 5, (20, 1, 8, 8)) + 0.1),
+    "padding of a scan": np.where(
+        _DRAWN.random((20, 1, 8, 8)) < 0.3, -2000, _DRAWN.uniform(-1024, 3000, (20, 1, 8, 8))
+    ),
+    "one outlier": filled(-9999.0, 0.0005),
+    "of one channel": np.concatenate([filled(-9999.0), _DRAWN.normal(0, 1, (20, 1, 8, 8))], 1),
+    "constant": np.full((20, 1, 8, 8), -9999.0),
+}
+
+
+@pytest.mark.parametrize("kind", NO_FILLERS)
+def test_usual_images_have_no_number_that_may_be_unknown(kind):
+    assert suspect_unknown(NO_FILLERS[kind].astype(np.float32)) is None
+
+
+def test_a_suspected_number_is_named_by_training_and_by_the_doctor(tmp_path, capsys):
+    np.save(tmp_path / "sea.npy", filled(-9999.0).transpose(0, 2, 3, 1))
+    config = Config(source=str(tmp_path / "sea.npy"), data=Data(cache="memory"))
+    loaded, _ = load_images(config, StopSignals())
+    said = "exactly -9999 is the least value of every channel, in "
+    assert f"warning: {said}" in capsys.readouterr().err
+    (found,) = [one for one in quick_check_images(loaded, config) if one.code == "data.unknown"]
+    assert (found.severity, found.evidence[: len(said)]) == ("warning", said)
+    assert found.remedy == "if it means unknown, give --data.unknown=-9999"
+    load_images(replace(config, data=replace(config.data, unknown="-9999")), StopSignals())
+    assert "exactly" not in capsys.readouterr().err
 
 
 def test_samples_have_the_number_and_views_are_black():

@@ -28,7 +28,7 @@ from unfog.diffusion.noise import VP, Cosine, FlowUniform, Linear, NoiseSource
 from unfog.diffusion.sampler import Sampler
 from unfog.diffusion.target import V
 from unfog.errors import RequestError, RunError
-from unfog.export import graphs
+from unfog.export import graphs, values_numpy
 from unfog.inference import export as exporting
 from unfog.inference.exports import description as export_description
 from unfog.inference.exports import diffusers as exporting_diffusers
@@ -172,6 +172,13 @@ def check_values(run: Run, maps, values) -> None:
     torch.testing.assert_close(maps["to_model"](values, stored), x0, atol=1e-3, rtol=1e-3)
 
 
+def test_a_map_that_exports_do_not_have_is_refused(tmp_path, monkeypatch):
+    run = run_of(classes=0, data=MAPPED)
+    monkeypatch.setattr(values_numpy, "MAPS", values_numpy.MAPS[:-1])
+    with pytest.raises(RequestError, match=r"the map arcsinh is not part of exports.*value-map\.md.*--format run"):
+        run.export(tmp_path / "out", format="denoiser")
+
+
 @pytest.mark.parametrize("data", [MAPPED, DEEP], ids=["mapped", "uint16"])
 def test_an_export_carries_the_value_map(tmp_path, data):
     run = run_of(network=DIT, classes=0, data=data)
@@ -215,7 +222,7 @@ def test_some_thirty_lines_draw_the_samples_of_a_safetensors_export(tmp_path, na
     expected = drawn(run)
     assert expected.std() > 0.1
     assert (samples - expected).abs().max() < 1e-3
-    assert code.lines <= 36
+    assert code.lines <= 37
     assert "unfog" not in re.sub(r'""".*?"""', "", (tmp_path / "out/network.py").read_text(), flags=re.DOTALL)
 
 
@@ -279,7 +286,7 @@ def test_forty_lines_of_numpy_draw_the_samples_of_an_onnx_export(tmp_path, case)
     expected = drawn(run)
     assert samples.dtype == expected.dtype
     assert (samples - expected).abs().max() < 1e-3
-    assert code.lines <= 42
+    assert code.lines <= 43
     _, height, width = run.config.input_shape
     found = run_card_code(tmp_path / "out", (width, height))
     if data.dtype in ("float32", "uint16"):  # its values are stored beside the pictures
@@ -480,8 +487,10 @@ def test_what_is_written_is_compared_and_an_export_that_differs_leaves_nothing(t
 def test_a_network_of_other_code_is_refused_with_the_remedy(tmp_path):
     run = run_of()
     run.config = replace(run.config, network=CustomNetwork(path="mine.Net"))
-    with pytest.raises(RequestError, match=r"mine\.Net.*--format onnx"):
+    with pytest.raises(RequestError, match=r"mine\.Net.*--format onnx or pt2 exports its graph$"):
         run.export(tmp_path / "out")
+    with pytest.raises(RequestError, match=r"the denoiser is c_skip x \+ c_out y\(c_in x, c_noise\), .* model\.json"):
+        run.export(tmp_path / "out", format="denoiser")
     assert list(tmp_path.iterdir()) == []
 
 

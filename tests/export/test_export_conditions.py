@@ -16,9 +16,10 @@ from test_export import COUNT, CPU, DIT, MPUNET, UNET, inputs, run_card_code, ru
 from unfog.data.settings import Data
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.noise import NoiseSource
-from unfog.errors import RequestError
+from unfog.errors import RequestError, RunError
 from unfog.export.given_values import read
 from unfog.inference.exports.conditions import describe_columns
+from unfog.models.network_settings import CustomNetwork, take_conditions
 from unfog.pipeline.generate import GenerationSettings, conditional_denoiser
 from unfog.values.condition_format import ConditionFormat
 from unfog.values.condition_kinds import ColumnFacts
@@ -309,6 +310,47 @@ def test_an_export_leaves_the_same_pixels_unknown(tmp_path, network):
     found = run_card_code(tmp_path / "out", (8, 8))
     stored = np.load(tmp_path / "samples.npy")
     assert np.array_equal(stored, run.config.image_format.to_pictures(found["x"]), equal_nan=True)
+
+
+class Convolutions(torch.nn.Module):
+    """A network of somebody's own, which reads x beside the mask, and so hands on any NaN of x."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Conv2d(i, 4, 3, padding=1) for i in (8, 4, 4)))
+
+    def forward(self, x, c_noise, known, label=None):
+        return self.layers(torch.cat([x, known], 1)) + c_noise[:, None, None, None] / 1000
+
+
+def own(kind: str = "ddim"):
+    run = masked()
+    torch.manual_seed(0)
+    run.network = Convolutions().eval()
+    take_conditions(run.network, run.config.conditions)
+    sampler = replace(run.config.sampler, kind=kind)
+    run.config = replace(run.config, network=CustomNetwork(path="mine.Convolutions"), sampler=sampler)
+    return run
+
+
+@pytest.mark.parametrize(("format", "kind"), [("pt2", "dpmpp"), ("onnx", "heun"), ("onnx", "dpmpp")])
+@pytest.mark.slow
+def test_unknown_pixels_do_not_spread_in_a_network_of_somebodys_own(tmp_path, format, kind):
+    run = own(kind)
+    run.export(tmp_path / "out", format=format)
+    code = run_path(str(tmp_path / "out/sample.py"))
+    noise = inputs(run)[0]
+    samples = code["sample"](*code["load"](tmp_path / "out"), noise if format == "pt2" else noise.numpy())
+    assert same(torch.as_tensor(samples), drawn(run, told=False))
+
+
+@pytest.mark.slow
+def test_an_export_that_draws_nan_where_values_are_known_is_refused(tmp_path):
+    run = own()
+    run.network.layers.append(torch.nn.Threshold(math.inf, math.nan))
+    with pytest.raises(RunError, match=r"100% of the values that the export draws are NaN, and 2.% are unknown"):
+        run.export(tmp_path / "out", format="pt2")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_mask_that_varies_is_all_known_in_samples(tmp_path):

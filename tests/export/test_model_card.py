@@ -17,7 +17,7 @@ from unfog.evaluation.condition_worth import ConditionWorth
 from unfog.evaluation.judged_kinds import ConditionScore
 from unfog.evaluation.metrics import MetricResult
 from unfog.inference.evaluation_files import Evaluation
-from unfog.inference.exports.model_card import CardSettings, model_card, to_yaml
+from unfog.inference.exports.model_card import CardSettings, _metric_row, model_card, to_yaml
 from unfog.process.machine_key import machine_key
 from unfog.values.condition_kinds import ColumnFacts
 
@@ -39,6 +39,12 @@ def measured(folder, name, weights="ema", value=3.25, low=3.0, **more):
     one = MetricResult("fid", value, low, 3.5, 0.125, 5000, 1100, "inception", "clean", real=1.5, drawn="steps 6")
     drawn = {"weights": weights, "sampler": "dpmpp", "steps": 6, "seed": 0, "reference": HERE, **more}
     Evaluation(7, drawn, [one], verdict="Fine.").write(folder / "evaluations" / name, machine_key())
+
+
+def test_a_row_of_the_card_has_the_range_of_real_images():
+    one = MetricResult("spectrum", 0.5, None, None, None, 100, 200, "none", "none", real=0.3)
+    assert _metric_row(one)[4] == "0.3"
+    assert _metric_row(replace(one, real_low=0.1552, real_high=0.438))[4] == "0.1552 to 0.438"
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,8 @@ import unfog
 from conftest import TRANSFORMER
 from forked import Forked
 from unfog.config.requests.evaluate import EvaluationRequest
+from unfog.config.spec_strings import StepOrRun
+from unfog.config.toml import of_type
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError
@@ -363,6 +366,25 @@ def test_two_checkpoints_are_compared_on_the_same_noise(run, monkeypatch, capsys
     with pytest.raises(RequestError, match="no checkpoint of step 7"):
         run.evaluate(n=20, against=7)
     assert not (run.path / "evaluations" / "drawn").exists()  # it was said before anything was drawn
+
+
+@pytest.mark.slow
+def test_two_runs_are_compared_on_the_same_images_and_noise(run, tmp_path):
+    """By the loss of the first, whatever loss the other was trained with."""
+    shutil.copytree(run.path, tmp_path / "other", ignore=shutil.ignore_patterns("evaluations"))
+    settings = (tmp_path / "other/config.toml").read_text()
+    (tmp_path / "other/config.toml").write_text(re.sub(r"(?m)^loss = .*$", 'loss = "l1"', settings))
+    for saved in (tmp_path / "other/checkpoints").iterdir():
+        if not re.search(r"\D0*6$|^0*6$", saved.name):
+            shutil.rmtree(saved)
+    found = run.evaluate("held_out", against=tmp_path / "other")
+    step = run.evaluate("held_out", against=6)
+    assert found["held_out_difference"].value == step["held_out_difference"].value
+    assert found["held_out_difference"].note.startswith(f"lower than of {tmp_path / 'other'} at step 6")
+    assert [of_type(StepOrRun | None, text, "against") for text in ("runs/b", "6", 6)] == [Path("runs/b"), 6, 6]
+    (tmp_path / "other/config.toml").write_text(re.sub(r"(?m)^held_out = .*$", "held_out = 0.3", settings))
+    with pytest.raises(RequestError, match=r"has other images than .*compare samples of both"):
+        run.evaluate("held_out", against=str(tmp_path / "other"))
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,20 @@ def test_a_distance_is_judged_by_the_range_of_halves(value, high, said):
     assert verdict([one]).startswith(said)
 
 
+def test_a_verdict_on_values_names_those_that_exceed_their_range_and_then_the_others():
+    ranges = {"spectrum": (0.539, 0.155, 0.438), "histogram": (0.203, 0.0585, 0.315), "correlation": (0.03, 0.05, 0.13)}
+    all_of = [replace(result(name, x, low), real_low=low, real_high=high) for name, (x, low, high) in ranges.items()]
+    far = "each other: spectrum 0.539 (real images 0.155 to 0.438); within: histogram, correlation."
+    assert verdict(all_of).endswith(far)
+    near = "histogram 0.203 (real images 0.0585 to 0.315), correlation 0.03 (real images 0.05 to 0.13)."
+    assert verdict(all_of[1:]).endswith(near)
+
+
+def test_an_evaluation_shows_the_intervals_of_its_metrics():
+    shown = repr(Evaluation(7, {}, [replace(result("kid", 0.02, 0.01), low=0.015, high=0.025), result("x", 1.0, 1.0)]))
+    assert shown == "<evaluation of step 7: kid 0.02 [0.015, 0.025], x 1>"
+
+
 def test_halves_have_as_many_real_images_as_there_are_samples():
     generator = np.random.default_rng(0)
     real = ImageSet(generator.integers(0, 256, (200, 1, 16, 16), np.uint8), [str(i) for i in range(200)])

@@ -32,7 +32,7 @@ from unfog.errors import RequestError
 from unfog.pipeline import generate
 from unfog.pipeline.measurement import build_measurement, moments, write_posterior
 from unfog.pipeline.sample_folder import SampleFolder
-from unfog.reporting.image_grids import with_bar
+from unfog.reporting.image_grids import with_bar, with_caption
 from unfog.values import value_maps
 from unfog.values.colour_map import colour_table
 
@@ -156,8 +156,26 @@ def test_complex_measurements_and_noise_by_value_are_taken():
     y = measured(run.sample(1, steps=3, seed=5))[0]
     samples = run.sample(2, steps=3, measure=fourier, observed=y, noise=np.full((8, 2), 0.5))
     assert (measured(samples) - y).abs().mean() < 0.1 * (measured(run.sample(2, steps=3)) - y).abs().mean()
-    with pytest.raises(RequestError, match=r"noise is not a number, or one for each value.*\[8, 2\]"):
-        run.sample(1, measure=fourier, observed=y, noise=np.ones(3))
+    for noise in (np.ones(3), np.ones((8, 3)), np.ones(2)):  # the last would be repeated for each row, unasked
+        with pytest.raises(RequestError, match=r"noise is not a number, or one for each value.*\[8, 2\]"):
+            run.sample(1, measure=fourier, observed=y, noise=noise)
+
+
+def test_the_misfit_is_in_deviations_of_the_noise_and_by_channel(capsys):
+    run = run_of("default", DIT, 0, data=replace(MAPPED, map="standard"))
+    x = torch.randn(1, *run.config.input_shape)
+    y = run.config.image_format.values.to_units(x)[0, :2]
+    noise = torch.tensor([0.5, 400.0])[:, None, None]
+    options = {"measure": lambda x: x[:, :2], "device": torch.device("cpu"), "run": Path("photos")}
+    problem = build_measurement(
+        run.config, observed=y + noise * torch.tensor([4.0, 2.0])[:, None, None], noise=noise, **options
+    )
+    found = problem.misfit([x, x])
+    assert found == "draws differ from y by 3.16 times the noise (root mean square); y[0]: 4, y[1]: 2"
+    without = build_measurement(run.config, observed=y + 3, noise=None, **options)
+    assert without.misfit([x]) == "draws differ from y by 3 (root mean square); noise is 0"
+    run.sample(1, steps=1, measure=lambda x: x[:, :2], observed=y, noise=noise)
+    assert re.search(r"draws differ from y by [\d.e+]+ times the noise", capsys.readouterr().err)
 
 
 def test_a_file_defines_measure_and_noise(tmp_path, capsys):
@@ -252,15 +270,34 @@ def test_the_deviation_has_the_colours_of_the_view_and_a_bar_with_its_values(tmp
     observation = SimpleNamespace(observed=torch.zeros(1))
     bars = []
     monkeypatch.setattr(generate, "with_bar", lambda *given: bars.append(given[2]) or with_bar(*given))
-    problem = SimpleNamespace(observation=observation, error=lambda x0: 0.0, name="y", noise=1.0)
+    problem = SimpleNamespace(observation=observation, misfit=lambda draws: "", name="y")
     write_posterior(folder, config, problem)
     table = colour_table(colours)
     for name, corner, other in (("mean", 113, 85), ("deviation", 255, 0)):  # (1 + 7) / 2 and 3 of 0 to 9
         picture = np.asarray(Image.open(tmp_path / f"{name}.png"))
         assert picture.shape[1] == 128  # enlarged
+        below = len(with_bar(picture[:128], table, ["0"] * 3))  # the image and its bar
+        assert len(picture) > below  # a line says what it is
+        picture = picture[-below:]
         assert np.abs(picture[[0, 127], [0, 127]].astype(int) - table[[corner, other]]).max() <= 2
         assert np.array_equal(picture[128 + 8, [0, 127]], table[[0, 254]])  # 256 levels on 128 pixels
     assert bars == [["0", "4.5", "9"], ["0", "2.121", "4.243"]]  # 3 sqrt(2) at the most
+
+
+def test_a_mean_beyond_the_last_colour_marks_the_end_of_its_bar(tmp_path, monkeypatch):
+    data = Data(size=4, channels=2, dtype="float32", map="linear", range=(0, 9))
+    config = Config(data=data).with_view("1")
+    folder = SampleFolder(tmp_path, "", 2, view=config.view)
+    draws = np.full((2, 4, 4, 2), 3, np.float32)
+    draws[:, 0, 0, 1] = 9.5
+    folder.write(range(2), draws)
+    said = []
+    monkeypatch.setattr(generate, "with_bar", lambda *given: said.append(given[2]) or with_bar(*given))
+    monkeypatch.setattr(generate, "with_caption", lambda *given: said.append(given[1]) or with_caption(*given))
+    observation = SimpleNamespace(observed=torch.zeros(1))
+    write_posterior(folder, config, SimpleNamespace(observation=observation, misfit=lambda draws: "", name="y"))
+    ends = ["mean of 2 draws, channel 1"], ["0", "4.5", "> 9"], ["deviation of 2 draws, channel 1"]
+    assert said[:3] == [*ends]
 
 
 def test_draws_that_leave_the_training_values_are_named(tmp_path, capsys):
@@ -272,9 +309,7 @@ def test_draws_that_leave_the_training_values_are_named(tmp_path, capsys):
     assert data.range_in_training == ((10, 30), (-4, 4))
     config = Config(data=data).with_view("0")
     draws = fields[:4].copy()
-    problem = SimpleNamespace(
-        observation=SimpleNamespace(observed=torch.zeros(1)), error=lambda x0: 0.0, name="y", noise=1.0
-    )
+    problem = SimpleNamespace(observation=SimpleNamespace(observed=torch.zeros(1)), misfit=lambda draws: "", name="y")
 
     def said(name):
         folder = SampleFolder(tmp_path / name, "", 4, view=config.view)

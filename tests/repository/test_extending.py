@@ -17,7 +17,7 @@ from unfog.data.sources import registry
 
 PAGES = Path(__file__).parents[2] / "docs" / "extending"
 MODULES = {page.stem: name for page in PAGES.glob("*.md") if (name := re.search(r"`(my_\w+)\.py`", page.read_text()))}
-CHANGES = {"condition": 3, "stored-type": 2, "value-map": 1}
+CHANGES = {"condition": 3, "stored-type": 2, "value-map": 3}
 """Pages that change the package, with the most files that the change of each may take."""
 # Settings of the trainings on the pages that change the package.
 TINY = """

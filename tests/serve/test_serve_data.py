@@ -95,7 +95,7 @@ def test_a_page_that_polls_sees_new_runs_and_new_steps_without_a_stream(client, 
     assert [row["step"] for row in client.get("/api/runs").json()] == [40]
     append(run, [50])
     make_run(run.parent / "b", rows=3)
-    assert [row["step"] for row in client.get("/api/runs").json()] == [50, 3]
+    assert [row["step"] for row in client.get("/api/runs").json()] == [3, 50]  # the newest first
 
 
 @pytest.mark.slow

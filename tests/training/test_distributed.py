@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -33,13 +35,17 @@ from unfog.device.sharded_rng import rows_of, seed_generators, with_own_seed
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.errors import LostProcess, RequestError
+from unfog.files.locks import Owner, started_at
+from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
+from unfog.process.run_status import RunStatus
 from unfog.runs.train import _lost_process_explained  # no process has to be lost
 from unfog.training.batches import split_batch
 from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatus  # the ranks are in one process
 from unfog.training.distributed.process_group import local_device
 from unfog.training.distributed.watchdog import (  # the ranks are in one process
     AWAITING_IMAGES,
+    Watchdog,
     _find_failed_rank,
     _Heartbeat,
 )
@@ -375,3 +381,48 @@ def test_processes_that_are_killed_and_that_hang_cost_nothing(tmp_path):
     assert largest_difference(weights(calm), weights(hit)) == 0
     assert [row["step"] for row in rows(hit)] == list(range(1, 25))
     assert [row["loss"] for row in rows(hit)] == [row["loss"] for row in rows(calm)]
+
+
+def test_ranks_that_have_left_are_waited_for_no_more_and_those_that_have_ended_are_named(monkeypatch):
+    monkeypatch.setattr("unfog.training.distributed.process_group._LOST_SECONDS", 0.0)
+    with started("sleep", 60) as process:
+        store = torch.distributed.HashStore()
+        owner = replace(Owner.this_process(), pid=process.pid, start=started_at(process.pid))
+        store.set("owner/1", str(owner))
+        with Watchdog(0, 2, store, timeout=60) as watchdog:
+            world = World(0, 2, store, watchdog)
+            assert world.lost_rank() == ""
+            process.kill()
+            process.wait()
+            for wait in (world.barrier, world.leave):
+                with pytest.raises(LostProcess, match=rf"^rank 1 \({owner.host}, process {process.pid}\) has ended; "):
+                    wait()
+            store.set("left/1", "")  # it ended as it should
+            assert world.lost_rank() == ""
+            world.leave()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("step", "state"), [(0, "failed"), (2, "stopped")])
+def test_a_process_that_is_killed_during_a_preview_is_named_and_not_waited_for(tmp_path, step, state):
+    run = tmp_path / "run"
+    replaced = {"--preview.every": 2, "--preview.images": 2, "--sampler.steps": 1000}
+    given = [replaced.get(before, word) for before, word in pairwise(("", *SETTINGS))]
+    process = launched(2, "train", run, "--steps", 400, "--size", 8, *given)
+    beat = {}
+    while (beat.get("doing"), beat.get("step")) != ("preview", step):
+        assert process.poll() is None
+        time.sleep(0.05)
+        beat = Heartbeat.read(run) or {}
+    killed = workers(process)[1]
+    os.kill(killed, signal.SIGKILL)
+    began, name = time.monotonic(), f"rank 1 ({socket.gethostname()}, process {killed}) has ended"
+    said = output(process, status=1)
+    assert name in said
+    assert "forcefully" not in said, "torchrun kills what has not ended after 30 s"
+    assert time.monotonic() - began < 28
+    status = RunStatus.read(run)
+    assert status.state == state
+    assert name in status.detail
+    if step:  # of a stop, nothing is lost
+        assert max(int(one.name) for one in (run / "checkpoints").glob("[0-9]*")) == step

@@ -12,9 +12,9 @@ from unfog.config.validate import reason_of
 from unfog.errors import RequestError
 from unfog.files.safe_files import open_file
 from unfog.process.child import hide_secrets
-from unfog.process.slurm_job import batch_script
+from unfog.process.slurm_job import batch_script, missing_folders
 from unfog.reporting.progress import print_result, say
-from unfog.text import is_address, without_secrets
+from unfog.text import is_address, sanitize, without_secrets
 
 
 def main(request: SlurmRequest) -> int:
@@ -30,6 +30,9 @@ def main(request: SlurmRequest) -> int:
         raise RequestError(f"{quote(str(file))} cannot be written: {reason_of(error)}; give another --file") from None
     shared = "it" if is_address(request.source) else "it and the images"
     say(f"  run       {request.run} ({shared} must be on a disk that all nodes share)")
+    for folder in missing_folders(request):
+        where = "in the container" if request.container else "on each node"
+        say(f"  first     {sanitize(folder)} is not on this machine; make sure that it is mounted {where}")
     for name, word in hide_secrets(request.command)[1].items():
         say(f"  first     export {name}={shlex.quote(without_secrets(word))} with its credentials: the file has none")
     say(f"  next      check the file, then: sbatch {shlex.quote(str(file))}")

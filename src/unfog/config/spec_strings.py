@@ -39,6 +39,8 @@ from unfog.values.image_format import Size, parse_size
 
 SampleGrid = Grid | ConditionGrid
 """What `grid` of a sample is: a grid of noise levels, or conditions against each other."""
+StepOrRun = int | Path
+"""What an evaluation is compared with: a step of the same run, or the folder of another."""
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 # ASCII only: Python's own reading takes digits of every script, and words such as "infinity".
 _WHOLE = re.compile(r"[+-]?[0-9]+(?:_[0-9]+)*")
@@ -99,6 +101,8 @@ def describe_type(annotation: Any) -> str:
         )
     if annotation == Size:
         return 'a size such as 64 or "96x64", width x height'
+    if annotation == StepOrRun:
+        return "the step of a checkpoint, or the folder of another run"
     if annotation == SampleGrid:
         return f"{describe_type(Grid)}, or NAME=VALUES of a condition"
     if annotation == GuidanceScale:
@@ -141,6 +145,8 @@ def parse_value(annotation: Any, words: Sequence[str]) -> Any:
         raise FormatError(describe_mismatch(annotation, word))
     if annotation == Size:
         return _size(word)
+    if annotation == StepOrRun:
+        annotation = int if _WHOLE.fullmatch(word) or _THOUSANDS.fullmatch(word) else Path
     if annotation == GuidanceScale:
         if "=" in word:
             return parse_weights(word)

@@ -20,6 +20,7 @@ from unfog.config.spec_strings import (
     MAX_INT,
     FormatError,
     SampleGrid,
+    StepOrRun,
     describe_mismatch,
     field_types,
     lookup,
@@ -215,7 +216,14 @@ def _part(words: Mapping[str, Any], value: Any, name: str) -> Any:
             raise RequestError(f"{name}: {error}") from None
         return part if part is None else _checked(part, name)
     if not isinstance(value, Mapping) or "kind" not in value:
-        known = ", ".join(sorted(words))
+        known, own = ", ".join(sorted(words)), getattr(value, "__qualname__", None)
+        if callable(value) and own and "custom" in words:
+            module = getattr(value, "__module__", "__main__").replace("__main__", "MODULE")
+            raise RequestError(
+                f"{name} is the function or class {own}, which a run cannot store; give it by its path, in a "
+                f"module that can be imported: {name.rpartition('.')[2]}='custom:path={module}.{own}'"
+                " (more arguments follow with commas: ,c=0.1)"
+            )
         raise RequestError(f"{name} = {quote(value)} must be one of {known}, or a table with such a kind")
     try:
         part = lookup(words, value["kind"])
@@ -245,6 +253,10 @@ def of_type(annotation: Any, value: Any, name: str) -> Any:
         if isinstance(value, Mapping | list | tuple) or (isinstance(value, str) and "=" in value):
             return parse_weights(value, name)
         annotation = float
+    if annotation == StepOrRun:
+        if isinstance(value, str):
+            return parse_value(annotation, [value])
+        annotation = Path if isinstance(value, Path) else int
     args = typing.get_args(annotation)
     if typing.get_origin(annotation) is tuple and isinstance(value, list | tuple):
         if args[-1] is not Ellipsis and len(value) != len(args):

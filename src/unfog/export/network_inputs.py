@@ -19,7 +19,7 @@ class NamedInputs(nn.Module):
     float32 [B, D], a text its tokens int64 [B, L] with -1 after its end. Numbers are in the units of their source. An
     image is float32 [B, K, H, W]: a mask has the number of the category of each pixel, what is made of the image has
     values of about -1 to 1, and others are in the units of their source. NaN, or -1 for a category and in all tokens,
-    stands for a value that is not known. y is NaN where `known`, bool [C, H, W], is False.
+    stands for a value that is not known. y is NaN where `known`, bool [C, H, W], is False. There NaN of x counts as 0.
 
     Args:
         network: called with `Conditions`.
@@ -43,6 +43,8 @@ class NamedInputs(nn.Module):
         if not self.kinds and self.known is None:
             y: Tensor = self.network(x, c_noise, label)
             return y
+        if self.known is not None:  # from a loop that hands y on as it is; convolutions would spread it
+            x = x.masked_fill(x.isnan() & ~self.known, 0.0)
         kinds = ("number", "category", "several", "vector", "text", "image")
         of: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
         for kind, column in zip(self.kinds, columns):

@@ -35,15 +35,16 @@ def sample(model, sessions, noise, label=None, columns=(), negative=()):  # labe
         y = sessions["model"].run(None, inputs | conditions)[0]
         return level["c_skip"] * x + level["c_out"] * y[:, : x.shape[1]]
 
-    def guided(x, level):
+    def guided(x, level, last=False):
         x0 = predict(x, level, told)
         if guidance != 1 and low <= level["sigma"] / (level["alpha"] + level["sigma"]) <= high:
             x0 = guidance * x0 + (1 - guidance) * predict(x, level, hidden)
-        return x0.clip(-1, 1) if model["sampler"]["clip"] else x0
+        x0 = x0.clip(-1, 1) if model["sampler"]["clip"] else x0
+        return np.nan_to_num(x0) if model["mask"] and not last else x0  # or unknown pixels spread
 
     levels, x, before = model["levels"], model["levels"][0]["sigma"] * noise, None
     for now, then in pairwise(levels):
-        x0 = guess = guided(x, now)
+        x0 = guess = guided(x, now, not then["sigma"])
         if kind == "dpmpp" and before and before[0]["alpha"] and then["sigma"]:
             a, b, c = (math.log(level["alpha"] / level["sigma"]) for level in (before[0], now, then))
             guess = x0 + (c - b) / (b - a) / 2 * (x0 - before[1])

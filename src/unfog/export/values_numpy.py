@@ -9,6 +9,8 @@ a number. They are NaN for the model.
 
 import numpy as np
 
+MAPS = ("linear", "minmax", "percentile", "standard", "log", "arcsinh")
+
 
 def to_model(values, stored):
     """Return stored values [..., C, H, W] as the model takes them, float32 of about -1 to 1."""
@@ -16,9 +18,11 @@ def to_model(values, stored):
     if _filler(values) is not None:
         x = np.where(x == np.float32(_filler(values)), np.float32("nan"), x)
     if values["maps"]:
-        is_log, is_arcsinh, knee, middle, half = _channels(values)
+        kinds, knee, middle, half = _channels(values)
         logarithm = np.log(np.maximum(x, knee)) + np.minimum(x / knee - 1, 0)
-        return (np.where(is_log, logarithm, np.where(is_arcsinh, np.arcsinh(x / knee), x)) - middle) / half
+        x = np.where(kinds["log"], logarithm, x)
+        x = np.where(kinds["arcsinh"], np.arcsinh(x / knee), x)
+        return (x - middle) / half
     middle, half = _linear(values)
     return (x - middle) / half
 
@@ -27,12 +31,13 @@ def to_stored(values, x):
     """Return values of the model [..., C, H, W] in the units of stored ones, float32: the inverse of `to_model`."""
     x = np.asarray(x, np.float32)
     if values["maps"]:
-        is_log, is_arcsinh, knee, middle, half = _channels(values)
-        y = x * half + middle
+        kinds, knee, middle, half = _channels(values)
+        y = x = x * half + middle
         edge = np.log(knee)
-        log = np.where(is_log, y, edge)
+        log = np.where(kinds["log"], y, edge)
         exponential = np.exp(np.maximum(log, edge)) + knee * np.minimum(log - edge, 0)
-        return np.where(is_log, exponential, np.where(is_arcsinh, np.sinh(np.where(is_arcsinh, y, 0)) * knee, y))
+        x = np.where(kinds["log"], exponential, x)
+        return np.where(kinds["arcsinh"], np.sinh(np.where(kinds["arcsinh"], y, 0)) * knee, x)
     middle, half = _linear(values)
     return x * half + middle
 
@@ -65,5 +70,5 @@ def _channels(values):
     knee, middle, half = (
         np.array([one[name] for one in maps], np.float32)[:, None, None] for name in ("knee", "middle", "half")
     )
-    kinds = [np.array([one["kind"] == kind for one in maps])[:, None, None] for kind in ("log", "arcsinh")]
-    return *kinds, np.abs(knee), middle, half
+    kinds = {kind: np.array([one["kind"] == kind for one in maps])[:, None, None] for kind in MAPS}
+    return kinds, np.abs(knee), middle, half

@@ -9,6 +9,8 @@ what stands for unknown values: "nan" or a number. They are NaN for the model.
 
 import torch
 
+MAPS = ("linear", "minmax", "percentile", "standard", "log", "arcsinh")
+
 
 def to_model(values, stored):
     """Return stored values [..., C, H, W] as the model takes them, float32 of about -1 to 1."""
@@ -16,9 +18,10 @@ def to_model(values, stored):
     if _filler(values) is not None:
         x = x.masked_fill(x == _filler(values), float("nan"))
     if values["maps"]:
-        is_log, is_arcsinh, knee, middle, half = _channels(values, x.device)
+        kinds, knee, middle, half = _channels(values, x.device)
         logarithm = torch.maximum(x, knee).log() + torch.clamp_max(x / knee - 1, 0)
-        x = torch.where(is_log, logarithm, torch.where(is_arcsinh, (x / knee).asinh(), x))
+        x = torch.where(kinds["log"], logarithm, x)
+        x = torch.where(kinds["arcsinh"], (x / knee).asinh(), x)
         return (x - middle) / half
     middle, half = _linear(values)
     if values["dtype"].startswith("float"):
@@ -30,14 +33,15 @@ def to_stored(values, x):
     """Return values of the model [..., C, H, W] in the units of stored ones, float32: the inverse of `to_model`."""
     x = torch.as_tensor(x).float()
     if values["maps"]:
-        is_log, is_arcsinh, knee, middle, half = _channels(values, x.device)
-        y = x * half + middle
+        kinds, knee, middle, half = _channels(values, x.device)
+        y = x = x * half + middle
         edge = knee.log()
         # Other channels meet 0 in a curve, as an infinite value there would make their gradient NaN.
-        log = torch.where(is_log, y, edge)
+        log = torch.where(kinds["log"], y, edge)
         exponential = torch.maximum(log, edge).exp() + knee * torch.clamp_max(log - edge, 0)
-        sine = torch.where(is_arcsinh, y, torch.zeros_like(y)).sinh() * knee
-        return torch.where(is_log, exponential, torch.where(is_arcsinh, sine, y))
+        x = torch.where(kinds["log"], exponential, x)
+        sine = torch.where(kinds["arcsinh"], y, torch.zeros_like(y)).sinh() * knee
+        return torch.where(kinds["arcsinh"], sine, x)
     middle, half = _linear(values)
     if values["dtype"].startswith("float"):
         return x * half + middle
@@ -72,5 +76,6 @@ def _channels(values, device):
     maps = values["maps"]
     numbers = torch.tensor([[one[name] for one in maps] for name in ("knee", "middle", "half")], dtype=torch.float32)
     knee, middle, half = numbers.to(device)[:, :, None, None]
-    kinds = [torch.tensor([one["kind"] == kind for one in maps], device=device) for kind in ("log", "arcsinh")]
-    return *(kind[:, None, None] for kind in kinds), knee.abs(), middle, half
+    found = [one["kind"] for one in maps]
+    kinds = {kind: torch.tensor([one == kind for one in found], device=device)[:, None, None] for kind in MAPS}
+    return kinds, knee.abs(), middle, half

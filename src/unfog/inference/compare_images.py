@@ -316,11 +316,13 @@ def verdict(measured: Sequence[MetricResult], copies: Sequence[Mapping[str, Any]
     elif distance is not None:
         said = _FAR if not _near(distance) else _UNSURE if _uncertain(distance) else _NEAR
     elif of_values:
-        shares = of_values
-        said = _NEAR if all(map(_near, of_values)) else _FAR
+        far = [one for one in of_values if not _near(one)]
+        shares, said = far or of_values, _FAR if far else _NEAR
     else:
         return ""
     evidence = [f"{one.metric} {one.value:.3g} (real images {real_text(one)})" for one in (*shares, distance) if one]
+    if within := ", ".join(one.metric for one in of_values if distance is None and one not in shares):
+        evidence[-1] += f"; within: {within}"
     copied = "; some are nearly copies of training images" if any(c["severity"] == "warning" for c in copies) else ""
     return f"{said}: {', '.join(evidence)}{copied}."
 

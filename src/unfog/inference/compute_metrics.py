@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from unfog.config.requests.evaluate import OBEYS, WORTH
 from unfog.config.schema import Config
+from unfog.config.spec_strings import StepOrRun
 from unfog.custom import is_own_choice
 from unfog.data.buckets.joined_set import join_columns
 from unfog.data.dataset import Dataset
@@ -22,6 +23,7 @@ from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.likelihood import best_end, bits_per_dim
 from unfog.diffusion.noise import NoiseSource
 from unfog.diffusion.sampler import Kind
+from unfog.errors import RequestError
 from unfog.evaluation.condition_worth import ConditionWorth
 from unfog.evaluation.features import compute_features
 from unfog.evaluation.held_out import HeldOut, HeldOutBuckets, MeanEstimate
@@ -33,6 +35,7 @@ from unfog.files.safe_files import make_folder, write_atomic
 from unfog.inference.clip_scores import measure_clip
 from unfog.inference.compare_images import FEWEST_COMPARED, reference_rows, spectrum_chart, verdict
 from unfog.inference.evaluation_files import (
+    Against,
     Evaluation,
     EvaluationSamples,
     EvaluationSetup,
@@ -40,7 +43,7 @@ from unfog.inference.evaluation_files import (
     MixedSamples,
     describe_sampling,
 )
-from unfog.inference.loaded_run import LoadedRun
+from unfog.inference.loaded_run import LoadedRun, weights_digest
 from unfog.inference.memorization import (
     DRAWN,
     FEWEST,
@@ -266,10 +269,8 @@ def _held_out_metrics(run: LoadedRun, setup: EvaluationSetup) -> list[MetricResu
             if isinstance(held_out, HeldOutBuckets):
                 found += _losses_of_sizes(held_out, losses)
             if setup.against is not None:
-                saved = checkpoint.find_checkpoint(run.folder.checkpoints, setup.against)
-                other, _ = run.load_network(saved, setup.against)
-                others = held_out_losses(other, config, held_out, batch, progress.advance)
-                found.append(_held_out_difference(losses, others, setup.against))
+                others = held_out_losses(setup.against.load(), config, held_out, batch, progress.advance)
+                found.append(_held_out_difference(losses, others, setup.against.name))
     if "bits" in setup.compared.metrics:
         held_out = _held_out_set(setup.dataset, run, _MOST_FOR_BITS)
         choosing = _held_out_set(replace(setup.dataset, held_out=setup.dataset.train), run, _FOR_END)
@@ -301,12 +302,45 @@ def held_out_losses(
     return held_out.losses(build_loss_at(network, config), batch, progress=progress)[0]
 
 
-def _held_out_difference(losses: Tensor, others: Tensor, step: int) -> MetricResult:
-    """Return how much higher the loss is than that of another checkpoint, paired by image."""
+def open_against(run: LoadedRun, against: StepOrRun | None) -> Against | None:
+    """Return the other network of a comparison of held-out losses: of a step of the run, or of another run.
+
+    RequestError if there is none, or the losses of the other run are of other images or of another task.
+    """
+    if against is None:
+        return None
+    if isinstance(against, int):
+        saved = checkpoint.find_checkpoint(run.folder.checkpoints, against)
+        return Against(against, f"at step {against:,}", lambda: run.load_network(saved, against)[0])
+    other = LoadedRun(against, run.weights, device=str(run.device))
+    if differences := _differences_of_tasks(run.config, other.config):
+        raise RequestError(
+            f"--against {against} has other {' and '.join(differences)} than {run.path}, so its held-out losses are of "
+            "another task; compare samples of both, with one seed: unfog evaluate RUN --metrics kid, or sliced, or "
+            "spectrum of values"
+        )
+    return Against(weights_digest(other.network), f"of {against} at step {other.step:,}", lambda: other.network)
+
+
+def _differences_of_tasks(ours: Config, theirs: Config) -> list[str]:
+    """Return what differs of the tasks of two networks. Loss and weighting may: both are measured by our own."""
+    diffusion = replace(theirs.diffusion, loss=ours.diffusion.loss, weighting=ours.diffusion.weighting)
+    pairs = {
+        "images": ((ours.fingerprint, ours.data.held_out), (theirs.fingerprint, theirs.data.held_out)),
+        "sizes or value maps": (ours.image_format, theirs.image_format),
+        "conditions": (ours.conditions, theirs.conditions),
+        "latents": ((ours.autoencoder_folder, ours.latents), (theirs.autoencoder_folder, theirs.latents)),
+        "diffusion settings (target, path, schedule)": (ours.diffusion, diffusion),
+    }
+    return [name for name, (one, other) in pairs.items() if one != other]
+
+
+def _held_out_difference(losses: Tensor, others: Tensor, name: str) -> MetricResult:
+    """Return how much higher the loss is than that of another network, paired by image."""
     difference = paired_difference(losses, others)
     sure = abs(difference.value) > Z * difference.error
     which = "lower" if difference.value < 0 else "higher"
-    note = f"{which} than at step {step:,}" if sure else f"not significantly different from step {step:,}"
+    note = f"{which} than {name}" if sure else f"not significantly different from that {name}"
     return _as_metric("held_out_difference", difference, f"{note}, by the same images and noise")
 
 

@@ -48,7 +48,7 @@ from unfog.inference.compare_images import (
     reference_rows,
     verdict,
 )
-from unfog.inference.compute_metrics import compute_metrics
+from unfog.inference.compute_metrics import compute_metrics, open_against
 from unfog.inference.evaluation_files import (
     ARITHMETIC,
     FORMAT,
@@ -72,7 +72,6 @@ from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress, format_duration, say
 from unfog.settings import is_auto
 from unfog.text import format_bytes, manual, plural, sanitize
-from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World, init_world
 from unfog.values.buckets import share_samples
 from unfog.values.condition_format import given_labels
@@ -93,11 +92,10 @@ def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
     """
     with init_world() as world, StopSignals() as stop:
         started = time.monotonic()
-        if request.against is not None:
-            checkpoint.find_checkpoint(run.folder.checkpoints, request.against)  # fails now rather than after sampling
+        against = open_against(run, request.against)  # what fails does so before sampling
         dataset = load_run_images(run.config, stop)
         dataset = dataset.at_size(run.config.data.size) if run.resized else dataset
-        setup = _resolve_request(run, request, dataset, world, stop)
+        setup = _resolve_request(run, request, dataset, world, stop)._replace(against=against)
         # By step and by all that the result depends on, so that a stored one is never that of another question.
         path = run.path / "evaluations" / f"{run.step:08d}-{_result_key(setup)}.json"
         # That of rank 0, as the ranks may run on several machines.
@@ -113,7 +111,8 @@ def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
         evaluation = compute_metrics(run, setup, samples, world, path.with_suffix(""))
         if world.is_main:
             seconds = round(time.monotonic() - started, 1)
-            _write_result(path, replace(evaluation, asked=asdict(request), seconds=seconds), key)
+            asked = {name: str(one) if isinstance(one, Path) else one for name, one in asdict(request).items()}
+            _write_result(path, replace(evaluation, asked=asked, seconds=seconds), key)
         world.barrier()  # no rank reads the result, and none of the features are deleted, before it is written
         # Only the features of real images are used again, for the next checkpoint; the samples themselves stay.
         if world.is_main and setup.compared.features is not None:
@@ -154,9 +153,7 @@ def _resolve_request(
         guide_every=request.guide_every,
     ).resolved(config, run.device)
     parts = _parts(run, generation, dataset, real)
-    return EvaluationSetup(
-        compared, generation, parts, dataset, name, request.against, guidance.guide, guidance.name, clip
-    )
+    return EvaluationSetup(compared, generation, parts, dataset, name, None, guidance.guide, guidance.name, clip)
 
 
 def _parts(
@@ -272,7 +269,7 @@ def _result_key(setup: EvaluationSetup) -> str:
         setup.generation.count,
         features,
         reference,
-        setup.against,
+        None if setup.against is None else setup.against.key,
         *([setup.clip.digest] if setup.clip else []),
         *(_samples_key(part, setup) for part in setup.parts),
     )

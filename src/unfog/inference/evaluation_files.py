@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
+from torch import nn
 
 from unfog.data.buckets.joined_set import Rows, scale
 from unfog.data.dataset import Dataset, ImageSet
@@ -63,6 +64,16 @@ class EvaluationPart(NamedTuple):
         return self.run.config.image_format.sides
 
 
+class Against(NamedTuple):
+    """Another network whose held-out losses are compared, image by image."""
+
+    key: int | str
+    """The step of the same run, or a digest of the weights of another."""
+    name: str
+    """For the note on the difference: "at step 500"."""
+    load: Callable[[], nn.Module]
+
+
 class EvaluationSetup(NamedTuple):
     """An evaluation request with every open setting chosen."""
 
@@ -75,7 +86,7 @@ class EvaluationSetup(NamedTuple):
     dataset: Dataset
     """Of the run."""
     reference_name: str
-    against: int | None
+    against: Against | None
     guide: Denoiser | None = None
     """Weaker network of autoguidance."""
     guide_name: str = ""
@@ -92,7 +103,9 @@ class Evaluation:
     drawn: Mapping[str, Any]
     """Settings of the samples: sampler, steps, seed, guidance, weights, reference."""
     measured: Sequence[MetricResult]
-    """Each metric with its value, interval and standard error."""
+    """Each metric with `metric`, its name, and `value`; `low` and `high`, the 95% interval, and `error`, the standard
+    error; `real`, what other real images reach, and `real_low` and `real_high`, its ends over random halves. Numbers
+    are None if unknown."""
     copies: Sequence[Mapping[str, Any]] = ()
     """Searches for copies of training images: by, severity, evidence, remedy, facts, picture (a file name)."""
     verdict: str = ""
@@ -122,7 +135,7 @@ class Evaluation:
         raise KeyError(metric)
 
     def __repr__(self) -> str:
-        named = [f"{one.metric} {one.value:.4g}" for one in self.measured if one.value is not None]
+        named = [f"{one.metric} {one.value:.4g}{_interval(one)}" for one in self.measured if one.value is not None]
         metrics = ", ".join([*named, *(f"{one.condition} {one.measure} {one.value:.4g}" for one in self.obeys)])
         what = "images" if self.step is None else f"step {self.step:,}"
         return f"<evaluation of {what}: {metrics or 'no metrics'}>"
@@ -209,6 +222,10 @@ def describe_sampling(drawn: Mapping[str, Any], without: str = "") -> str:
     }
     spelled = ((name, said.get(name, f"{name} {{}}".format)(value)) for name, value in drawn.items())
     return ", ".join(text for name, text in spelled if name != without)
+
+
+def _interval(one: MetricResult) -> str:
+    return "" if one.low is None or one.high is None else f" [{one.low:.4g}, {one.high:.4g}]"
 
 
 def _table_row(one: MetricResult) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from unfog.config.validate import check_out
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
+from unfog.export import values_numpy, values_torch
 from unfog.export.graphs import Decoder, check_packages, write_graph
 from unfog.export.network_inputs import NamedInputs
 from unfog.export.source_code import code_files, usage
@@ -130,6 +131,7 @@ def export(run: LoadedRun, out: Path, settings: ExportSettings) -> float:
         job = _Export(run, network, called, sampler, describe_model(run, sampler), folder)
         difference = _WRITERS[settings.format](job)
         _write_code(job, settings.format)
+        _check_loop(job, settings.format)
         if not difference <= _TOLERANCE.get(settings.format, _USUAL_TOLERANCE):
             raise RunError(
                 f"the export differs from the run by {difference:.2g} of the largest output; this is a bug in unfog"
@@ -162,6 +164,32 @@ def _write_code(job: _Export, kind: str) -> None:
         same = (found - result).abs() <= _VALUE_TOLERANCE * largest
         if not bool((same | (found.isnan() & result.isnan())).all()):
             raise RunError(f"{name} of the export differs from that of the run; this is a bug in unfog")
+
+
+def _check_loop(job: _Export, kind: str) -> None:
+    """Draw in two steps by the code of an export of a run with unknown pixels. RunError if others become unknown.
+
+    One call of the network, which is compared with the run, cannot show that: the loop hands NaN on.
+    """
+    model = job.description
+    of_onnx = kind == "onnx" and model["sampler"]["kind"] in ("ddim", "dpmpp", "heun")  # else it has no loop
+    if not model["mask"] or not (of_onnx or kind in ("safetensors", "pt2")):
+        return
+    # Written a moment ago, by this process, from this package.
+    code, inputs = run_path(str(job.folder / "sample.py")), _example_inputs(model)
+    _, network = code["load"](job.folder)
+    short = model | {"levels": model["levels"][:1] + model["levels"][1:][-2:]}
+    given: list[Any] = [inputs["x"], inputs.get("label")]
+    noise, label = [one if one is None or kind != "onnx" else one.numpy() for one in given]
+    columns = [example_values(one, 3) for one in model["conditions"]]
+    drawn = torch.as_tensor(code["sample"](short, network, noise, label, columns))
+    known = job.called.known
+    assert known is not None
+    if not torch.equal(drawn.isnan(), ~known.expand_as(drawn)):
+        raise RunError(
+            f"{drawn.isnan().float().mean():.0%} of the values that the export draws are NaN, and "
+            f"{(~known).float().mean():.0%} are unknown in samples of the run; does its network give NaN by itself?"
+        )
 
 
 def _write_card(job: _Export, settings: ExportSettings) -> None:
@@ -212,6 +240,14 @@ def _check(run: LoadedRun, sampler: Sampler, kind: str) -> None:
         raise RequestError(
             f"the network of this run is {run.config.network.path}, whose code is not ours to copy; "
             "--format onnx or pt2 exports its graph"
+            + "; the denoiser is c_skip x + c_out y(c_in x, c_noise), with numbers from model.json"
+            * (kind == "denoiser")
+        )
+    maps = {one.kind for one in run.config.image_format.values.maps}
+    if kind != "run" and (others := maps - ({*values_torch.MAPS} & {*values_numpy.MAPS})):
+        raise RequestError(
+            f"the map {', '.join(sorted(others))} is not part of exports: add its curve to export/values_torch.py and "
+            "export/values_numpy.py, as docs/extending/value-map.md shows; or give --format run"
         )
     if sampler.kind == "adaptive":
         raise RequestError(

@@ -346,25 +346,31 @@ def _unknown_in_view(config: Config, known: NDArray[np.bool_] | None) -> bool:
 
 
 def with_legend(
-    picture: Pixels, config: Config, unknown: bool, value: Callable[[int, float], float] | None = None
+    picture: Pixels,
+    config: Config,
+    unknown: bool,
+    value: Callable[[int, float], str] | None = None,
+    title: str = "",
 ) -> Pixels:
     """Return a picture of images in `preview.view` with its values in the units of the source; pictures need none.
 
     One channel has a bar of its colours below. Three have a line above, with the values from -1 to 1 of the model.
     With `unknown`, a line says how unknown pixels look. `value` returns what is shown of a channel where the model has
-    a value from -1 to 1; by default it is the value in the units of the source.
+    a value from -1 to 1; by default it is the value in the units of the source. `title` is a first line.
     """
     format = config.image_format
     if format.is_picture and value is None:
         return picture
-    value = value or format.stored_value
+    value = value or (lambda channel, x: f"{format.stored_value(channel, x):.4g}")
     channels, colours = parse_view(config.preview.view)
     shown = format.shown(channels)
     how = [f"images: {'black' if colours == GREY else 'checkered'} is unknown"] if unknown else []
     if len(shown) == 1:
+        how = [f"{title}, channel {shown[0]}" if format.channels > 1 else title] * bool(title) + how
         picture = with_caption(picture, how) if how else picture
-        return with_bar(picture, colour_table(colours), [f"{value(shown[0], x):.4g}" for x in (-1.0, 0.0, 1.0)])
-    ends = [f"{value(c, -1.0):.4g} to {value(c, 1.0):.4g}" for c in shown]
+        return with_bar(picture, colour_table(colours), [value(shown[0], x) for x in (-1.0, 0.0, 1.0)])
+    how = [title] * bool(title) + how
+    ends = [f"{value(c, -1.0)} to {value(c, 1.0)}" for c in shown]
     named = zip(channel_names(3), shown, ends, strict=True)
     return with_caption(picture, [f"{name} channel {c}: {both}" for name, c, both in named] + how)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -33,6 +33,7 @@ from unfog.text import plural
 MeasureInput = str | PathLike[str] | Callable[[Tensor], Tensor]
 ObservedInput = str | PathLike[str] | NDArray[Any] | Tensor
 _LARGEST_CODE = 2**24  # bytes of a file of a measurement
+_MOST_PARTS = 8  # of y, by its first axis, that are named one by one
 _LINEAR = 1e-3  # largest relative difference of a measurement that counts as linear
 _FAR = 0.1  # of the range of the training values: how far a draw may leave them, as good draws of a few images do
 
@@ -48,16 +49,22 @@ class Measurement:
     """Of the file or function, for captions."""
     digest: str
     """Of the file, the observed values and their noise."""
+    parts: int = 1
+    """Length of the first axis of y if these may be channels, of units of their own; else 1."""
 
-    def error(self, x0: Tensor) -> float:
-        """Return the root mean square difference of measured images [B, C, H, W] and y, in the units of y."""
-        difference = self.observation.measure(x0) - self.observation.observed
-        return self.scale * float(difference.square().mean().sqrt())
-
-    @property
-    def noise(self) -> float:
-        """Root mean square deviation of the noise, in the units of y."""
-        return self.scale * float(self.observation.variance.mean().sqrt())
+    def misfit(self, draws: Iterable[Tensor]) -> str:
+        """Return in words how far measured images [B, C, H, W] are from y, in deviations of the noise; also by part."""
+        observed, variance = self.observation.observed, self.observation.variance
+        squares = torch.cat([(self.observation.measure(x0) - observed).square() for x0 in draws]).mean(0)
+        if not bool(variance.all()):  # nothing to compare with, so in the units of y
+            rms, noise = (self.scale * float(each.mean().sqrt()) for each in (squares, variance))
+            return f"draws differ from y by {rms:.4g} (root mean square); noise is {noise:.4g}"
+        ratios = squares / variance
+        text = f"draws differ from y by {float(ratios.mean().sqrt()):.3g} times the noise (root mean square)"
+        if self.parts > 1:
+            each = ratios.view(self.parts, -1).mean(1).sqrt().tolist()
+            text += "; " + ", ".join(f"y[{i}]: {ratio:.3g}" for i, ratio in enumerate(each))
+        return text
 
 
 def build_measurement(
@@ -107,7 +114,8 @@ def build_measurement(
     trial = Observation(scaled, (flat / scale).to(device), variance.to(device))
     affine = _try(trial, config.input_shape, device)
     digest = hashlib.sha256(b"".join([code, y.numpy().tobytes(), variance.numpy().tobytes()])).hexdigest()
-    return Measurement(Observation(scaled, trial.observed, trial.variance, affine), scale, name, digest)
+    parts = len(y) if y.ndim > 2 and len(y) <= _MOST_PARTS else 1
+    return Measurement(Observation(scaled, trial.observed, trial.variance, affine), scale, name, digest, parts)
 
 
 def _check_measurable(config: Config) -> None:
@@ -208,6 +216,8 @@ def _read_noise(noise: object, y: Tensor) -> Tensor:
     """Return the standard deviation of each value of y."""
     try:
         values = torch.as_tensor(0.0 if noise is None else noise, dtype=torch.float32).detach().cpu()
+        if values.numel() > 1 and values.ndim != y.ndim:  # broadcast along which axis?
+            raise ValueError(f"it has the shape {list(values.shape)}; give np.broadcast_to(noise, {[*y.shape]})")
         values = values.broadcast_to(y.shape)
     except (TypeError, ValueError, RuntimeError) as error:
         raise RequestError(
@@ -285,16 +295,10 @@ def moments(draws: Iterator[NDArray[Any]]) -> tuple[NDArray[np.float32], NDArray
 
 def write_posterior(folder: SampleFolder, config: Config, measurement: Measurement) -> None:
     """Write mean and deviation of the draws in a folder, in the units of the source, and say how they fit y."""
-    format, device = config.image_format, measurement.observation.observed.device
-    errors, beyond = [], list[float]()
-    for i in range(folder.count):
-        x0 = _as_input(config, folder.values(i)).to(device)
-        errors.append(measurement.error(x0))
-        beyond.append(max(_beyond_training(config, x0[0]), default=0.0))
-    say(
-        f"  draws differ from {measurement.name} by {np.sqrt(np.mean(np.square(errors))):.4g} (root mean square); "
-        f"noise is {measurement.noise:.4g}"
-    )
+    format = config.image_format
+    say_misfit(config, measurement, (folder.values(i) for i in range(folder.count)))
+    inputs = (_as_input(config, folder.values(i))[0] for i in range(folder.count))
+    beyond = [max(_beyond_training(config, x0), default=0.0) for x0 in inputs]
     if max(beyond) > _FAR:
         _warn_of_values(folder, config, beyond)
     if folder.count < 2:
@@ -305,17 +309,31 @@ def write_posterior(folder: SampleFolder, config: Config, measurement: Measureme
         deviation[unknown.numpy().transpose(1, 2, 0)] = np.nan
     x0 = format.to_model(format.values.rounded(torch.from_numpy(mean.transpose(2, 0, 1)[None])))
     hides = samples_show_unknown(config)
-    folder.save("mean", mean, with_legend(grid(config.view(format.to_pictures(x0))), config, hides))
+    ends = np.fmin.reduce(x0[0].numpy(), (1, 2)) < -1, np.fmax.reduce(x0[0].numpy(), (1, 2)) > 1
+
+    def value(channel: int, x: float) -> str:
+        text = f"{format.stored_value(channel, x):.4g}"  # of the last colour, if values beyond have it too
+        return f"< {text}" if x == -1 and ends[0][channel] else f"> {text}" if x == 1 and ends[1][channel] else text
+
+    shown = grid(config.view(format.to_pictures(x0)))
+    folder.save("mean", mean, with_legend(shown, config, hides, value, f"mean of {folder.count:,} draws"))
     # The lowest colour is a deviation of 0, and the highest the largest of each channel.
     largest = np.fmax.reduce(deviation, (0, 1)).clip(np.finfo(np.float32).tiny)
     scaled = torch.from_numpy((2 * deviation / largest - 1).transpose(2, 0, 1)[None])
     shown = grid(config.view(format.to_pictures(scaled)))
-    shown = with_legend(shown, config, hides, lambda channel, x: float(largest[channel] * (x + 1) / 2))
+    title = f"deviation of {folder.count:,} draws"
+    shown = with_legend(shown, config, hides, lambda channel, x: f"{largest[channel] * (x + 1) / 2:.4g}", title)
     folder.save("deviation", deviation, shown)
     say(
         f"  mean.npy and deviation.npy are of {folder.count:,} draws; the largest deviation is "
         + ", ".join("unknown" if np.isnan(one) else f"{one:.4g}" for one in largest)
     )
+
+
+def say_misfit(config: Config, measurement: Measurement, draws: Iterable[NDArray[Any]]) -> None:
+    """Say how draws [H, W, C] fit what was measured, in deviations of its noise."""
+    device = measurement.observation.observed.device
+    say(f"  {measurement.misfit(_as_input(config, draw).to(device) for draw in draws)}")
 
 
 def _as_input(config: Config, values: NDArray[Any]) -> Tensor:

@@ -333,7 +333,7 @@ class AutoSettings:
             if not left:
                 reason = f"{budget} is used up, as the start took {format_duration(spent)}; one step is trained"
             self._note("images", max(images, training.batch), reason)
-            _warn_of_short_budget(budget, spent, pace, (images - seen) // training.batch)
+            _warn_of_short_budget(budget, spent, pace, -(-(images - seen) // training.batch))
         steps = max(1, -(-images // training.batch))
         if steps * training.batch < seen:
             raise RequestError(

@@ -7,9 +7,10 @@ import math
 import os
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,11 @@ from unfog.reporting.progress import format_duration
 from unfog.reporting.records import (
     ALIVE,
     EXPORTED,
+    MIRROR,
+    SESSION_ENDS,
     STATES,
+    UNBEGUN,
+    WAITING,
     Row,
     drop_undone_events,
     finite_column,
@@ -31,6 +36,7 @@ from unfog.reporting.records import (
     run_state,
 )
 from unfog.text import sanitize
+from unfog.training.checkpoints.format import MIRROR_MARK
 from unfog.training.settings import Evaluate
 
 # Beginning of the name of a checkpoint that was set aside, as it could not be read.
@@ -49,6 +55,11 @@ _GAUGES = (
     ("best", "unfog_run_best", "Best value of the metric that chooses checkpoints"),
     ("bytes", "unfog_run_disk_bytes", "Disk space of the run folder"),
     ("age_seconds", "unfog_run_age_seconds", "Seconds since the run last wrote"),
+    (
+        "mirror_age_seconds",
+        "unfog_run_mirror_age_seconds",
+        "Seconds since the last copy to its mirror, in training",
+    ),
 )
 
 
@@ -58,9 +69,9 @@ class RunStatus:
 
     path: Path
     state: str
-    """Running, standing still, finished, stopped, killed, failed, exported or not begun."""
+    """Running, standing still, finished, stopped, killed, failed, exported, mirror or not begun."""
     detail: str
-    """Activity of a running run, or reason why it stands still or has failed."""
+    """Activity of a running run, reason why it stands still or has failed, or end of the run that a mirror has."""
     step: int
     steps: int
     """0 if the length is not recorded."""
@@ -71,6 +82,8 @@ class RunStatus:
     best_step: int | None
     age: float
     """Seconds since the run last wrote."""
+    mirror_age: float = math.nan
+    """Seconds since the last whole copy to its mirror, while it trains."""
 
     @classmethod
     def read(
@@ -96,16 +109,25 @@ class RunStatus:
         # A heartbeat may be there all the same, of a resume that was refused.
         if not events and state not in ALIVE and (exported := _exported_step(path)) is not None:
             state, detail, step = EXPORTED, "", exported
+        if state not in ALIVE and _is_mirror(path, beat):
+            state, detail = MIRROR, state if state in SESSION_ENDS else ""
         metric = best_metric(path / "config.toml") if metric is None else metric
         best, best_step = _best(metrics, metric)
-        left = _seconds_left(metrics, steps - step) if state == "running" and steps else math.nan
+        trains = state == "running" and bool(steps) and detail not in WAITING.values()
+        left = _seconds_left(metrics, steps - step) if trains else math.nan
+        mirrored = _mirror_age(events) if state in ALIVE else math.nan
         detail = sanitize(" ".join(detail.split()))
-        return cls(path, state, detail, step, steps, left, metric, best, best_step, _age(path))
+        return cls(path, state, detail, step, steps, left, metric, best, best_step, _age(path), mirrored)
 
     @property
     def needs_no_training(self) -> bool:
-        """True if no training is left to do: it is finished, or an export."""
-        return self.state in ("finished", EXPORTED)
+        """True if no training is left to do: the run is finished, an export, or the mirror of a finished run."""
+        return self.state in ("finished", EXPORTED) or (self.state, self.detail) == (MIRROR, "finished")
+
+    @property
+    def waits_for(self) -> str:
+        """Name in `WAITING` of what a running run waits for; "" if it trains."""
+        return next((name for name, doing in WAITING.items() if self.state == "running" and self.detail == doing), "")
 
     @property
     def state_text(self) -> str:
@@ -114,7 +136,7 @@ class RunStatus:
             doing = [] if self.detail in ("", "training") else [self.detail]
             left = [f"{format_duration(self.seconds_left)} left"] if math.isfinite(self.seconds_left) else []
             return ", ".join(["running", *doing, *left])
-        reason = self.detail if self.state in ("failed", "standing still") else ""
+        reason = self.detail if self.state in ("failed", "standing still", MIRROR) else ""
         short = reason if len(reason) <= _LONGEST else f"{reason[:_LONGEST].rstrip()} …"
         return f"{self.state}: {short}" if short else self.state
 
@@ -151,6 +173,8 @@ class RunStatus:
             "best_step": self.best_step,
             "bytes": disk_usage(self.path) if bytes_on_disk is None else bytes_on_disk,
             "age_seconds": _or_null(self.age),
+            "waits_for": self.waits_for or None,
+            "mirror_age_seconds": _or_null(self.mirror_age),
             "broken_checkpoints": [str(path) for path in broken_checkpoints(self.path)],
         }
 
@@ -171,6 +195,9 @@ def prometheus_text(runs: Sequence[RunStatus]) -> str:
     lines += ["# HELP unfog_run_state 1 for the state of the run, else 0.", "# TYPE unfog_run_state gauge"]
     for row, named in rows:
         lines += [f'unfog_run_state{{{named},state="{state}"}} {int(row["state"] == state)}' for state in STATES]
+    lines += ["# HELP unfog_run_waiting 1 for what the run waits for, else 0.", "# TYPE unfog_run_waiting gauge"]
+    for row, named in rows:
+        lines += [f'unfog_run_waiting{{{named},reason="{one}"}} {int(row["waits_for"] == one)}' for one in WAITING]
     return "\n".join(lines)
 
 
@@ -243,6 +270,21 @@ def _exported_step(run: Path) -> int | None:
             if set(manifest["files"]) == _EXPORTED_FILES:
                 return max(0, int(manifest["step"]))
     return None
+
+
+def _is_mirror(run: Path, beat: Mapping[str, Any]) -> bool:
+    """Return whether a folder is a mirror in which no run has gone on: it has the mark, and no session's heartbeat."""
+    return os.path.lexists(run / MIRROR_MARK) and (not beat or str(beat.get("doing")) in UNBEGUN)
+
+
+def _mirror_age(events: Sequence[Row]) -> float:
+    """Return the seconds since the last copy, or since the first one that failed before any; nan without a mirror."""
+    copies = [row.get("time") for row in events if row.get("kind") == "mirrored"][-1:]
+    failed = [row.get("time") for row in events if row.get("kind") == "mirror_failed"][:1]
+    for written in copies or failed:
+        with suppress(ValueError, TypeError):
+            return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(str(written))).total_seconds())
+    return math.nan
 
 
 def _folders_in(checkpoints: Path) -> list[Path]:

@@ -6,8 +6,8 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
-from itertools import combinations, islice
+from collections.abc import Iterator
+from itertools import combinations, islice, pairwise
 from pathlib import Path
 
 from unfog.config.requests.slurm import SlurmRequest
@@ -95,31 +95,52 @@ def batch_script(request: SlurmRequest) -> str:
     )
 
 
-def _places(words: Iterable[str]) -> Iterator[Path]:
-    """Yield the existing files and folders that a SOURCE or a word names, whole or in part, as in NAME=PATH:KIND.
+def missing_folders(request: SlurmRequest) -> list[str]:
+    """Return the outermost folders of paths of the command that are not on this machine, such as mounts of nodes.
 
-    A pattern of shards names its folder. A link yields itself and where it leads. A word without a path, such as the
-    URL of images, names nothing.
+    A path whose parent is here, such as that of a new mirror, names none, unless the parent is the root.
     """
-    for word in words:
+    found = set()
+    for path in _named_paths(request):
+        missing = [one for one in (path, *path.parents) if not os.path.exists(one)]
+        if missing and (len(missing) > 1 or path.parent == Path("/")):
+            found.add(str(missing[-1]))
+    return sorted(found)
+
+
+def _named_paths(request: SlurmRequest) -> Iterator[Path]:
+    """Yield the paths that the source and the command name: those that exist, and absolute ones that may be made."""
+    for word in (request.source, *request.command):
         text = word.replace("file://", "")
-        borders = [match.start() for match in islice(re.finditer("[=:,]", text), _MOST_BORDERS)]
-        for start, end in combinations((-1, *borders, len(text)), 2):
+        borders = [-1, *(match.start() for match in islice(re.finditer("[=:,]", text), _MOST_BORDERS)), len(text)]
+        found = [place for start, end in combinations(borders, 2) for place in _places(text[start + 1 : end])]
+        yield from found
+        for start, end in pairwise(borders):
             part = os.path.expanduser(text[start + 1 : end])
-            if not part or part.startswith("//"):  # // begins the host of a URL
-                continue
-            before, pattern, _ = re.split(r"([*?{\[]|$)", part, maxsplit=1)
-            # A file may have such characters in its name.
-            place = os.path.dirname(before) if pattern and not os.path.exists(part) else part
-            if place and os.path.exists(place):
-                yield from {Path(os.path.abspath(place)), Path(place).resolve()}
+            # A name with such a border in it exists as a whole.
+            if part.startswith("/") and part[1:2] != "/" and not any(str(one).startswith(part) for one in found):
+                yield Path(os.path.abspath(re.split(r"[^/]*[*?{\[]", part, maxsplit=1)[0]))
+
+
+def _places(text: str) -> set[Path]:
+    """Return the existing file or folder that a part of a word names, as in NAME=PATH:KIND, and where it leads.
+
+    A pattern of shards names its folder. A part without a path, such as the URL of images, names nothing.
+    """
+    part = os.path.expanduser(text)
+    if not part or part.startswith("//"):  # // begins the host of a URL
+        return set()
+    before, pattern, _ = re.split(r"([*?{\[]|$)", part, maxsplit=1)
+    # A file may have such characters in its name.
+    place = os.path.dirname(before) if pattern and not os.path.exists(part) else part
+    return {Path(os.path.abspath(place)), Path(place).resolve()} if place and os.path.exists(place) else set()
 
 
 def _container_prefix(request: SlurmRequest) -> str:
     """Return the words that make srun run in a container, with the folders of the job mounted at the same paths."""
     if not (image := request.container):
         return ""
-    places = [Path.cwd(), request.run.absolute(), *_places((request.source, *request.command))]
+    places = [Path.cwd(), request.run.absolute(), *_named_paths(request)]
     folders = {next(one for one in (place, *place.parents) if one.is_dir()) for place in places} - {Path("/")}
     # Only the outermost: a folder inside another is there already.
     outer = sorted(str(one) for one in folders if folders.isdisjoint(one.parents))

@@ -30,7 +30,14 @@ SESSION_ENDS = ("finished", "stopped", "failed")
 ALIVE = ("running", "standing still")  # states of a run whose process exists
 NOT_BEGUN = "not begun"
 EXPORTED = "exported"  # weights of another run, which train no further
-STATES = (*ALIVE, *SESSION_ENDS, "killed", NOT_BEGUN, EXPORTED)  # of `run_state`, and of an export
+MIRROR = "mirror"  # copy of a run, which trains elsewhere
+STATES = (*ALIVE, *SESSION_ENDS, "killed", NOT_BEGUN, EXPORTED, MIRROR)  # of `run_state`, and of copies
+# Activities of a running run that goes on only when somebody helps, by what it waits for.
+WAITING = {
+    "disk": "waiting for disk space",
+    "folder": "waiting for the run folder",
+    "images": "waiting for images",
+}
 # Kinds of events.
 LENGTH_EVENT = "length"  # the run was planned anew, for its time budget
 PAUSE_EVENT = "pause"  # a run with a time budget stood still

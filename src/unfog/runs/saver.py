@@ -17,6 +17,7 @@ from unfog.process.run_folder import RunFolder
 from unfog.process.run_place import PATIENCE, RunPlace
 from unfog.reporting.progress import format_duration, say, warn
 from unfog.reporting.recorder import Recorder
+from unfog.reporting.records import WAITING
 from unfog.runs.ranks import RunContext
 from unfog.training.checkpoints import posthoc_ema, snapshot
 from unfog.training.checkpoints.load import find_rollback_checkpoint, roll_back
@@ -126,7 +127,7 @@ class Saver:
         if self._moved_from is not None:
             return
         if (state := self._place.look()) == "away":
-            with self._heartbeat.during("waiting for the run folder"):
+            with self._heartbeat.during(WAITING["folder"]):
                 state = self._wait_for_folder()
         if state == "here":
             return
@@ -227,8 +228,8 @@ class Saver:
     def _doing(self) -> str:
         """Return the activity of the writer, for monitoring."""
         if self._writer.away:
-            return "waiting for the run folder"
-        return "waiting for disk space" if self._writer.waiting else "saving"
+            return WAITING["folder"]
+        return WAITING["disk"] if self._writer.waiting else "saving"
 
     def finish_after_failure(self, at_once: bool, shared: bool = False) -> None:
         """Wait for a checkpoint that is being written: `at_once` only seconds.

@@ -347,7 +347,9 @@ class Session(StoppableHooks):
         if self.needs_final_save(self.state):
             self.save(self.state)
         self.saver.wait(leaving=True)
-        self.recorder.event("finished" if done else "stopped", self.step)
+        lost = "" if done else self.context.world.lost_rank()  # torchrun stops the others when a rank is killed
+        why = {"reason": f"{lost} has ended"} if lost else {}
+        self.recorder.event("finished" if done else "stopped", self.step, **why)
         return done
 
     # Hooks, which the training loop calls: record, preview, evaluate, save, and plan the length.

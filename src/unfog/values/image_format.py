@@ -340,8 +340,8 @@ class ImageFormat:
         """Return pictures uint8 [N, H, W, 3] of stored images [N, H, W, C].
 
         `channels` are one channel to show in a colour map, or three to show as red, green and blue; () shows the first
-        three, or the first one. Unknown values are black in grey and in red, green and blue, and checkered in other
-        colour maps, whose lowest value is not black. RequestError for other channels.
+        three, or the first one. Unknown values are black in grey and in red, green and blue, where one of three is
+        enough, and checkered in other colour maps, whose lowest value is not black. RequestError for other channels.
         """
         if self.is_picture and not channels:
             return to_rgb(pictures)
@@ -352,6 +352,10 @@ class ImageFormat:
         if colours != GREY:
             shown = colour_table(colours)[planes[:, 0]]
             return shown if values.filler is None else with_checkers(shown, values.known(stored)[:, 0])
+        if values.filler is not None:  # what is unknown in one of three channels is no colour of the others
+            import numpy as np
+
+            planes = np.where(np.all(values.known(stored), 1, keepdims=True), planes, np.uint8(0))
         return to_rgb(planes.transpose(0, 2, 3, 1))
 
     def planes(self, pictures: NDArray[Any]) -> NDArray[np.uint8]:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 NONE, NAN = "none", "nan"
 """Values of `data.unknown`: all pixels are known, and NaN is unknown. Others are numbers as text."""
 
+_LEAST_SUSPECTED = 1e-3  # share of the values
+_FEWEST_OTHERS = 16  # different values that are no labels
+
 
 def filler_of(text: str) -> float | None:
     """Return NaN or the number that stands for unknown values; None for `NONE`. RequestError for anything else."""
@@ -40,6 +43,52 @@ def find_unknown(values: NDArray[Any], filler: float) -> NDArray[np.bool_]:
     with np.errstate(over="ignore"):
         found: NDArray[np.bool_] = values == (values.dtype.type(filler) if values.dtype.kind == "f" else filler)
     return found
+
+
+class Suspect(NamedTuple):
+    """A number that may stand for unknown values, as nothing says what it means."""
+
+    value: float
+    share: float
+    """Of all values."""
+    end: str
+    """least or largest"""
+
+    def __str__(self) -> str:
+        number = f"{self.value:.9g}"
+        return (
+            f"exactly {number} is the {self.end} value of every channel, in {self.share:.1%} of the values, and stands "
+            f"far from the others; if it means unknown, give --data.unknown={number}"
+        )
+
+
+def suspect_unknown(values: NDArray[Any]) -> Suspect | None:
+    """Return the number that may stand for unknown values in finite images [N, C, H, W]; None if there is none.
+
+    It is the least or the largest value of each channel, and one in a thousand values or more. In each channel the
+    others take many values, and their whole range is less than their distance from it.
+    """
+    import numpy as np
+
+    for end, extreme in (("least", np.min), ("largest", np.max)):
+        ends = [float(extreme(values[:, c])) for c in range(values.shape[1])]
+        shares = [float((values[:, c] == ends[0]).mean()) for c in range(values.shape[1])] if len({*ends}) == 1 else [0]
+        if min(shares) < _LEAST_SUSPECTED:
+            continue
+        if all(_is_far(values[:, c], ends[0]) for c in range(values.shape[1])):
+            return Suspect(ends[0], sum(shares) / len(shares), end)
+    return None
+
+
+def _is_far(values: NDArray[Any], number: float) -> bool:
+    """Return True if values besides a number are many, and lie closer together than to it."""
+    import numpy as np
+
+    others = values[values != number]
+    if not others.size or len(np.unique(others[:: max(1, others.size // 4096)])) < _FEWEST_OTHERS:
+        return False  # masks and labels
+    low, high = float(others.min()), float(others.max())
+    return max(low - number, number - high) > high - low
 
 
 class UnknownValues(NamedTuple):

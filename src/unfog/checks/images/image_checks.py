@@ -18,6 +18,7 @@ from unfog.checks.images.duplicate_checks import check_duplicates
 from unfog.checks.images.image_scan import BLANK_DEVIATION, ImageScan, Progress
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
+from unfog.data.full_depth.fit import suspect_filler
 from unfog.data.lazy import LazyPixels
 from unfog.data.settings import Data
 from unfog.diffusion.target import EdmF
@@ -75,7 +76,9 @@ def _run_checks(scan: ImageScan, config: Config, progress: Progress | None = Non
             *common,
             _check_all_equal(scan),
             Finding("data.range", "fine", said),
-            *([_check_unknown(scan.prepared.settings)] if scan.prepared.settings.has_unknown else []),
+            _check_unknown(scan.prepared.settings)
+            if scan.prepared.settings.has_unknown
+            else _check_suspect(scan.prepared),
         ]
     equal, value_range = _check_all_equal(scan), _check_value_range(scan)
     found = [*common, equal, value_range]
@@ -103,6 +106,15 @@ def _check_unknown(data: Data) -> Finding:
         (data.unknown_share > _MOST_UNKNOWN, "warning", ", so that little is learned of each image", remedy),
         facts={"unknown": data.unknown_share, "in_all": always},
     )
+
+
+def _check_suspect(prepared: Dataset) -> Finding:
+    """Look for a number that may stand for unknown values, such as -9999, where none was named."""
+    suspect = suspect_filler(prepared)
+    if suspect is None:
+        return Finding("data.unknown", "fine", "all values are known, and none stands far from all others")
+    evidence, _, remedy = str(suspect).partition("; ")
+    return Finding("data.unknown", "warning", evidence, remedy, {"value": suspect.value, "share": suspect.share})
 
 
 def _check_all_equal(scan: ImageScan) -> Finding:

@@ -44,7 +44,7 @@ from unfog.reporting.charts import Floats
 from unfog.reporting.findings import Figure, Finding
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress, format_duration
-from unfog.reporting.records import UNBEGUN, run_state
+from unfog.reporting.records import UNBEGUN, WAITING, run_state
 from unfog.text import plural, sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import load_weights, read_state
@@ -330,9 +330,9 @@ def _check_state(record: RunRecord, usual_lr: float | None = None) -> Finding:
     if state == "finished":
         took = f" in {format_duration(record.seconds)}" if record.seconds else ""
         return finding("fine", f"finished at {place}{took}")
-    if state == "running" and word == "waiting for disk space":
+    if state == "running" and word == WAITING["disk"]:
         remedy = "free some space; training then continues by itself, and nothing is lost"
-        return finding("warning", f"at {place}, waiting for disk space", remedy)
+        return finding("warning", f"at {place}, {word}", remedy)
     if state == "standing still":
         return finding("warning", f"at {place}, standing still: {word}", _after_standstill(record, word))
     if state == "running":

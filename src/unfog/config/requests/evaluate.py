@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from unfog.config.requests.sample import check_at_least_one, check_one_checkpoint, check_usual, is_model
+from unfog.config.spec_strings import StepOrRun
 from unfog.errors import RequestError
 from unfog.settings import argument, is_auto, setting
 from unfog.training.settings import Evaluate, SamplingPrecision, split_names
@@ -74,8 +75,8 @@ class EvaluationRequest:
     """Precision of the network, as for `unfog sample`."""
     clip_folder: str = setting("", metavar="FOLDER")
     """Local Hugging Face folder of CLIP or SigLIP, for the metric clip. Default: the text encoder of the run."""
-    against: int | None = None
-    """Step of another checkpoint, to compare held-out losses image by image."""
+    against: StepOrRun | None = setting(None, metavar="STEP|RUN")
+    """Step of another checkpoint, or a run of the same images, to compare held-out losses image by image."""
 
     def __post_init__(self) -> None:
         # The dataclass is frozen, and "fid,kid" is what a person writes.
@@ -109,6 +110,7 @@ class EvaluateRequest(EvaluationRequest):
       unfog evaluate runs/photos --metrics kid,fid -n 10000  two metrics, more samples
       unfog evaluate runs/photos --metrics held_out --against 5000
                                    two checkpoints on the same images and noise
+      unfog evaluate runs/mine --metrics held_out --against runs/theirs      two runs of the same images
       unfog evaluate samples/ --reference photos/            images without a run
 
     Values are stored in RUN/evaluations, with a confidence interval where one is known. The same command continues

@@ -40,8 +40,9 @@ class SlurmRequest:
     container: str = ""
     """Image to run in: an Apptainer file (.sif), or any other with pyxis. Default: this Python environment.
 
-    The folders of the run, of the images and of all paths in the command are mounted. Paths that stand only in a
-    --config file or in a resumed run are not: add them to the batch file.
+    The folders of the run, of the images and of all paths in the command are mounted. A folder that does not exist
+    yet, such as a new mirror, is reached by its nearest parent that does. Paths that stand only in a --config file or
+    in a resumed run are not mounted: add them to the batch file.
     """
     file: Path | None = setting(None, metavar="PATH")
     """Path of the new batch file. Default: the name of the run with .sbatch."""

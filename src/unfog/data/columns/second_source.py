@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from unfog.data.decode_pool import (
     thread_count,
     with_retries,
 )
+from unfog.data.file_rows import map_array
 from unfog.data.full_depth.choice import channels_of, first_image
 from unfog.data.full_depth.ranges import find_ranges, spread
 from unfog.data.settings import parse_condition
@@ -37,6 +39,7 @@ from unfog.data.sources.label_tables import strip_shard
 from unfog.data.sources.registry import open_source
 from unfog.device.cores import thread_pool
 from unfog.errors import RequestError
+from unfog.files.safe_files import regular_file
 from unfog.text import plural, sanitize
 from unfog.values.columns import Column
 from unfog.values.image_format import STORED, ImageFormat, Size, StoredValues, colour_channels
@@ -48,6 +51,23 @@ _FEW_VALUES = 32  # a mask has fewer different values in its first images
 _SIDES_CHECKED = 1000  # pairs whose sides are compared, evenly spread
 _OPAQUE = 128  # of 255, from which a pixel is not missing
 _BACKGROUND = "white"  # behind transparent pixels, as of training images
+
+
+def _if_numbers(name: str, place: str) -> str:
+    """Return the remedy for a file .npy with a number or vector for each image, and no images; "" for others."""
+    if not place.endswith(".npy"):
+        return ""
+    try:
+        path = Path(os.path.expanduser(place))
+        images = map_array(regular_file(path, path.parent, follow=True)).ndim > 2
+    except (OSError, ValueError):
+        return ""
+    if images:
+        return ""
+    return (
+        f"; numbers for each image are a column: --condition TABLE.csv:{name} with file_name 00000000, 00000001, …; "
+        f"or an array {name} of the .npz file of the images; or from Python conditions={{'{name}': …}}"
+    )
 
 
 def pair_sources(source: Source, condition: str, warn: Callable[[str], None]) -> tuple[SecondSource, ...]:
@@ -64,7 +84,7 @@ def pair_sources(source: Source, condition: str, warn: Callable[[str], None]) ->
         try:
             wanted[name] = open_source(os.path.expanduser(text)), kind
         except RequestError as error:
-            raise RequestError(f"condition {name}: {error}") from None
+            raise RequestError(f"condition {name}: {error}{_if_numbers(name, text)}") from None
     return tuple(_pair(source, name, second, kind, warn) for name, (second, kind) in wanted.items())
 
 

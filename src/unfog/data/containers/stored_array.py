@@ -111,4 +111,7 @@ def choose(found: Mapping[str, tuple[Sequence[int], str]], container: str) -> st
         raise RequestError(
             f"{container} has no array of numbers with three dimensions or more, as images need: {listed}{more}"
         )
-    raise RequestError(f"{container} has several arrays: {listed}{more}; name one: {container}:{shown[0]}")
+    raise RequestError(
+        f"{container} has several arrays: {listed}{more}; name one: {container}:{shown[0]}; or several as "
+        "channels, from Python: one array, such as xarray.open_dataset(FILE).to_array('variable')"
+    )

@@ -12,9 +12,10 @@ from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.data.settings import Data
 from unfog.text import plural
 from unfog.values import value_maps
-from unfog.values.unknown import find_unknown, mask_to_text
+from unfog.values.unknown import Suspect, find_unknown, mask_to_text, suspect_unknown
 
 _VALUES_READ = 2**24  # of the training images: 64 MB
+_VALUES_SUSPECTED = 2**22
 _BLOCK = 64  # images that are read at once
 
 
@@ -47,9 +48,20 @@ def fit_values(dataset: Dataset) -> tuple[Dataset, list[str]]:
     return replace(dataset, settings=settings), lines
 
 
-def _sampled_rows(images: ImageSet) -> NDArray[np.int64]:
+def suspect_filler(dataset: Dataset) -> Suspect | None:
+    """Return the number that may stand for unknown values of the training images, if none was named; None without.
+
+    At most four million values are read. Only maps that are fitted to the values suffer from such a number.
+    """
+    settings = dataset.settings
+    if not settings.fitted_map or settings.has_unknown or not len(dataset.train):
+        return None
+    return suspect_unknown(_read(dataset.train, _sampled_rows(dataset.train, _VALUES_SUSPECTED)))
+
+
+def _sampled_rows(images: ImageSet, values: int = _VALUES_READ) -> NDArray[np.int64]:
     each = int(np.prod(images.pixels.shape[1:]))
-    return np.asarray(evenly_spaced(len(images), max(1, _VALUES_READ // each)), np.int64)
+    return np.asarray(evenly_spaced(len(images), max(1, values // each)), np.int64)
 
 
 def _read(images: ImageSet, rows: NDArray[np.int64]) -> NDArray[Any]:

@@ -265,9 +265,11 @@ class _RemoteStorage:
             if absent is not None:
                 absent[path] = describe_remote_error(error).partition(";")[0]
                 return {}
-            raise RequestError(f"{sanitize(path)} {describe_remote_error(error)}") from error
+            raise RequestError(f"{sanitize(path)} {describe_remote_error(error, path)}") from error
         if not matches:
-            raise RequestError(f"nothing is there under {sanitize(path)}; give a URL or pattern of .tar shards")
+            # A bucket that is not there lists nothing, as an empty one does.
+            bucket = ", or there is no such bucket" if path.startswith("s3://") else ""
+            raise RequestError(f"nothing is there under {sanitize(path)}{bucket}; give a URL or pattern of .tar shards")
         return {self._prefix + name: info for name, info in matches.items()}
 
     def _list_folders(self, paths: Iterable[str]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -286,7 +288,7 @@ class _RemoteStorage:
             raise RequestError(f"{sanitize(url)} is {error}; download it, or use another server") from error
         except Exception as error:  # each protocol has errors of its own
             if http_status(error) != _NO_SUCH_RANGE:  # of a file of a byte
-                raise RequestError(f"{sanitize(url)} {describe_remote_error(error)}") from error
+                raise RequestError(f"{sanitize(url)} {describe_remote_error(error, url)}") from error
 
     def _state(self, path: str, info: dict[str, Any]) -> FileState:
         size = info.get("size")
@@ -345,8 +347,8 @@ def _is_no_http(error: BaseException) -> bool:
     return type(error.__cause__).__module__ == "aiohttp.http_exceptions"
 
 
-def describe_remote_error(error: Exception) -> str:
-    """Return the problem with a remote file, and the remedy."""
+def describe_remote_error(error: Exception, path: str = "") -> str:
+    """Return the problem with a remote file, at this path if it is known, and the remedy."""
     name, text = type(error).__name__, " ".join(without_secrets(str(error)).split())[:120]
     if isinstance(error, ImageError):
         return f"is {text}"
@@ -358,8 +360,11 @@ def describe_remote_error(error: Exception) -> str:
         return "is not there; check the URL and, for S3, AWS_ENDPOINT_URL"
     if isinstance(error, PermissionError) or "Credentials" in name:
         return f"may not be read ({text or name}); check the credentials in the environment, such as AWS_PROFILE"
+    again = "check the network and try again"
+    if path.startswith("s3://") and not (os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT_URL_S3")):
+        again += ", or set AWS_ENDPOINT_URL for a server other than Amazon's"
     if isinstance(error, TimeoutError):
-        return f"did not answer in time in {_TRIES} tries; check the network and try again"
+        return f"did not answer in time in {_TRIES} tries; {again}"
     status = http_status(error)
     reason = f"the server answers {status}" if status >= 300 else f"{name}: {text}" if text else name
-    return f"could not be reached in {_TRIES} tries ({reason}); check the network and try again"
+    return f"could not be reached in {_TRIES} tries ({reason}); {again}"

@@ -197,7 +197,10 @@ def _from_xarray(array: Any, storing: Storing, report: Report) -> tuple[NDArray[
     """
     if hasattr(array, "data_vars"):
         names = ", ".join(sanitize(str(name)) for name in list(array.data_vars)[:8]) or "none"
-        raise RequestError(f"an xarray.Dataset has variables: {names}; give one of them: dataset['NAME']")
+        raise RequestError(
+            f"an xarray.Dataset has variables: {names}; give one of them: dataset['NAME'], "
+            "or all as channels: dataset.to_array('variable')"
+        )
     _check_memory(array)
     layout = layout_of([str(name) for name in array.dims]) if storing.axes == "auto" else None
     values = as_array(array)

@@ -135,7 +135,7 @@ class RemoteShards:
         processes = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun and its like set it
         make_room(max(0, min(limit, total) - disk_usage(folder)))
         self.cache = ByteRangeCache(folder, limit, total, processes)
-        kept = "what is read" if total <= limit else f"a part of {total / 1e9:,.3g} GB"
+        kept = "what is read of the shards" if total <= limit else f"a part of {total / 1e9:,.3g} GB of shards"
         return f"{kept} is kept for later epochs, up to {limit / 1e9:,.3g} GB, in {self.cache.folder}"
 
     def read(self, i: int) -> bytes:

@@ -13,6 +13,7 @@ from unfog._version import __version__
 from unfog.config.spec_strings import format_spec
 from unfog.evaluation.metrics import MetricResult
 from unfog.files.safe_files import list_folder
+from unfog.inference.compare_images import real_text
 from unfog.inference.evaluation_files import Evaluation, describe_sampling
 from unfog.inference.guide import is_guided_by_itself
 from unfog.inference.loaded_run import LoadedRun
@@ -213,7 +214,7 @@ def _evaluations(run: LoadedRun, draws: bool) -> list[tuple[Evaluation, bool]]:
 
 def _valid(one: MetricResult) -> bool:
     """Return True unless a stored result, which anybody may have edited, has a value of another type."""
-    numbers = [one.value, one.low, one.high, one.error, one.real]
+    numbers = [one.value, one.low, one.high, one.error, one.real, one.real_low, one.real_high]
     finite = all(n is None or (isinstance(n, float | int) and math.isfinite(n)) for n in numbers)
     counted = all(isinstance(n, int) for n in (one.n, one.n_reference))
     return finite and counted and all(isinstance(text, str) for text in (one.metric, one.features, one.resize))
@@ -252,10 +253,10 @@ def _condition_tables(evaluation: Evaluation) -> list[str]:
 
 def _metric_row(one: MetricResult) -> tuple[str, ...]:
     interval = "" if one.low is None or one.high is None else f"{one.low:.4g} to {one.high:.4g}"
-    value, error, real = ("" if number is None else f"{number:.4g}" for number in (one.value, one.error, one.real))
+    value, error = ("" if number is None else f"{number:.4g}" for number in (one.value, one.error))
     counts = (f"{one.n:,}", f"{one.n_reference:,}" if one.n_reference else "")
     features = "" if one.features == "none" else f"{one.features}, resize {one.resize}"
-    return one.metric, value or "refused", error, interval, real, *counts, features
+    return one.metric, value or "refused", error, interval, real_text(one, 4), *counts, features
 
 
 def _results(task: str, dataset: str, measured: Sequence[tuple[MetricResult, bool]]) -> list[dict[str, Any]]:

@@ -340,7 +340,10 @@ _EXPLANATIONS: dict[str, Callable[[_Event], tuple[str, str]]] = {
         "the held-out loss rises while the training loss falls",
         "stop here and sample from the best checkpoint, or train with more images, --flip or --augment",
     ),
-    "stopped": lambda event: ("a stop was requested; the run is saved", "resume it: it goes on where it stopped"),
+    "stopped": lambda event: (
+        f"{event.get('reason') or 'a stop was requested'}; the run is saved",
+        "resume it: it goes on where it stopped",
+    ),
     "resumed": lambda event: ("the run was continued from its newest checkpoint", ""),
     "length": _reason(""),
 }

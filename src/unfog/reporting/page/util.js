@@ -217,7 +217,7 @@ export function table(label, heads, rows, kind = "") {
 		<tbody>${rows.map(([first, ...rest]) => html`<tr><th scope="row">${first}</th>${rest.map((cell) => html`<td>${cell}</td>`)}</tr>`)}</tbody></table>`);
 }
 
-const SIGNS = {running: "▶", "standing still": "‖", finished: "✓", exported: "✓", stopped: "■", failed: "✕", killed: "✕", "not begun": "○", queued: "○"};
+const SIGNS = {running: "▶", "standing still": "‖", finished: "✓", exported: "✓", mirror: "○", stopped: "■", failed: "✕", killed: "✕", "not begun": "○", queued: "○"};
 
 export const alive = (word) => /^(running|standing)/.test(word); // whether its process exists
 

@@ -31,14 +31,13 @@ from unfog.files.safe_files import (
 )
 from unfog.text import is_address
 from unfog.training.checkpoints import rotation
-from unfog.training.checkpoints.format import CONFIG, MANIFEST, CheckpointInfo, list_checkpoints, run_of
+from unfog.training.checkpoints.format import CONFIG, MANIFEST, MIRROR_MARK, CheckpointInfo, list_checkpoints, run_of
 from unfog.training.checkpoints.snapshot import sync
 
 CHECKPOINTS = "checkpoints"
 # Files about the training process, and requests to it, which mean nothing in a copy.
 _LEFT_OUT = frozenset(["heartbeat.json", "launch", "SAVE", "PREVIEW", "STOP"])
 _RECORDS = frozenset(["metrics.jsonl", "events.jsonl"])
-_MARK = ".mirror"  # file in a mirror that names its run
 _BLOCK = 2**20  # bytes that are copied at a time
 
 
@@ -99,7 +98,7 @@ def _is_used(folder: Path) -> bool:
 
 def _identity(run: Path) -> bytes | None:
     """Return the first line of the events of a run, which has the time of its start; None without one."""
-    for name in (_MARK, "events.jsonl"):  # a first copy that was killed has no events yet
+    for name in (MIRROR_MARK, "events.jsonl"):  # a first copy that was killed has no events yet
         with suppress(OSError), open_file(run / name, "rb", run) as file:
             line = file.readline(2**16)
             if line.endswith(b"\n"):
@@ -173,7 +172,7 @@ def copy_run(run: Path, place: Path, seen: dict[str, tuple[int, int]], stop: thr
     started = time.perf_counter()
     place.mkdir(parents=True, exist_ok=True)
     if (line := _identity(run)) and _identity(place) != line:
-        write_atomic(place / _MARK, line, place)
+        write_atomic(place / MIRROR_MARK, line, place)
     target = place / CHECKPOINTS
     make_folder(target, place)
     rotation.restore_replaced(target)

@@ -32,6 +32,7 @@ from unfog.training.distributed.watchdog import STOP, Watchdog
 from unfog.training.settings import Training
 
 _POLL_SECONDS, _PART_POLL_SECONDS = 0.05, 0.005
+_LOST_SECONDS = 1.0  # between two looks at the processes of this machine
 _PIECE = 2**22  # bytes; the store refuses values above 8 MiB
 T = TypeVar("T")
 # (job, rank, ranks) -> the part of the job that this rank computes, an array of numbers.
@@ -69,6 +70,7 @@ class ProcessGroup:
         if self._store is None or self._watchdog is None or self._begun:
             return
         self.barrier()  # rank 0 may have prepared for longer than torch's process group waits
+        self._check_lost()  # a rank that has come and was killed; torch would wait for it in a call that no signal ends
         self.set_phase("meeting")
         backend = "gloo"
         if device.type == "cuda":
@@ -80,8 +82,24 @@ class ProcessGroup:
         dist.init_process_group(backend, store=group, rank=self.rank, world_size=self.size, timeout=patience)
         self._watchdog.timeout, self._begun = timeout, True
 
-    def destroy_process_group(self) -> None:
-        """Destroy the group that `init_process_group` made, if any."""
+    def lost_rank(self) -> str:
+        """Return the name of a rank whose process has ended before it left; "" if none of this machine has."""
+        for rank, owner in ({} if self._watchdog is None else self._watchdog.find_ended()).items():
+            if self._store is not None and not self._store.check([f"left/{rank}"]):
+                return f"rank {rank} ({owner.host}, process {owner.pid})"
+        return ""
+
+    def leave(self) -> None:
+        """Wait until all ranks are here, as the store may live in the first process, and destroy the group if any.
+
+        Raises:
+            LostProcess: the process of a rank has ended before it came here.
+        """
+        if self._store is None:
+            return
+        self.set_phase("waiting for all")
+        self._store.set(f"left/{self.rank}", "")
+        self._wait([f"left/{rank}" for rank in range(self.size)])
         if self._begun:
             self._begun = False
             dist.destroy_process_group()
@@ -176,7 +194,7 @@ class ProcessGroup:
         # The last rank notifies the others; a barrier of torch would time out while rank 0 reads images for an hour.
         if self._store.add(f"met/{self._barriers}", 1) == self.size:
             self._store.set(f"all met/{self._barriers}", "")
-        self._wait(f"all met/{self._barriers}")
+        self._wait([f"all met/{self._barriers}"])
 
     def _send(self, key: str, message: dict[str, Any]) -> None:
         assert self._store is not None
@@ -188,7 +206,7 @@ class ProcessGroup:
 
     def _receive(self, key: str, shared: bool) -> Any:
         jobs, part = self._shared_work(key), self.part
-        self._wait(key, (lambda: jobs.help(part)) if shared and part is not None else lambda: None)
+        self._wait([key], (lambda: jobs.help(part)) if shared and part is not None else lambda: None)
         assert self._store is not None
         message = json.loads(self._store.get(key))
         if "stopped" in message:
@@ -197,17 +215,28 @@ class ProcessGroup:
             raise RunError(f"rank 0 failed: {message['failed']}")
         return message["value"]
 
-    def _wait(self, key: str, meanwhile: Callable[[], None] = lambda: None) -> None:
+    def _wait(self, keys: list[str], meanwhile: Callable[[], None] = lambda: None) -> None:
         assert self._store is not None
-        pause = 0.001
+        pause, looked = 0.001, time.monotonic()
         try:
             # Polled, because the store's own wait would time out and block the watchdog's heartbeats.
-            while not self._store.check([key]):
+            while not self._store.check(keys):
                 meanwhile()
                 time.sleep(pause)
                 pause = min(2 * pause, _POLL_SECONDS)
+                if time.monotonic() - looked > _LOST_SECONDS:
+                    looked = time.monotonic()
+                    self._check_lost()
         except (dist.DistError, RuntimeError) as error:
             raise LostProcess(f"the process that holds torchrun's store is gone ({error})") from None
+
+    def _check_lost(self) -> None:
+        """LostProcess if the process of another rank has ended, which would be waited for without end."""
+        if name := self.lost_rank():
+            raise LostProcess(
+                f"{name} has ended; unfog resume continues from the newest checkpoint, as torchrun does by itself "
+                "with --max-restarts"
+            )
 
 
 def _failure_message(error: BaseException) -> dict[str, str]:

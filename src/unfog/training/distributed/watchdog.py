@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from unfog.files.locks import Owner
+
 # Phases of a step, in order. None of them takes long, other than by waiting for other ranks.
 _STEP = ("data", "forward", "backward", "agreeing")
 # Phase of a rank that waits for its images, a limited time: it and those that wait for it are not late meanwhile.
@@ -75,6 +77,7 @@ class Watchdog:
         self._at = ("starting", -1, time.monotonic())
         self._number = 0
         self._seen: dict[int, tuple[int, float]] = {}  # of each rank: its last sign's number, and when it was new
+        self._owners: dict[int, Owner] = {}
         self._over = threading.Event()
         self.stop_requested: Callable[[], bool] = lambda: False
         """Whether this rank is asked to stop, which the others are told."""
@@ -84,7 +87,18 @@ class Watchdog:
         """Note the phase that begins now."""
         self._at = (phase, step, time.monotonic())
 
+    def find_ended(self) -> dict[int, Owner]:
+        """Return the owners, by rank, of the ranks of this machine whose processes have ended."""
+        if not self._owners:  # which all ranks publish as they begin, and never change
+            keys = [f"owner/{rank}" for rank in range(self.size)]
+            if not self._store.check(keys):
+                return {}
+            found = {rank: Owner.parse(one.decode()) for rank, one in enumerate(self._store.multi_get(keys))}
+            self._owners = {rank: one for rank, one in found.items() if one is not None}
+        return {rank: owner for rank, owner in self._owners.items() if owner.is_gone()}
+
     def __enter__(self) -> Watchdog:
+        self._store.set(f"owner/{self.rank}", str(Owner.this_process()))
         self._tell()
         self._thread.start()
         return self

@@ -180,5 +180,4 @@ def init_world(timeout: float = Training.timeout) -> Iterator[World]:
         except BaseException as error:
             world.announce_failure(error)
             raise
-        world.barrier()  # the store may live in the first process
-        world.destroy_process_group()
+        world.leave()

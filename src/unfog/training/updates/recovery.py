@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from unfog.errors import Interrupted, RunError
+from unfog.text import plural
 from unfog.training.batches import rng_batch_size, split_batch
 from unfog.training.gradient import GradientComputer
 from unfog.training.hooks import TrainingHooks
@@ -30,7 +31,8 @@ def skip_step(
         # No image will make the weights finite again, so roll back at once.
         state.guard.anomalous = training.patience
         return f"weights were not finite ({report.where})"
-    return f"the gradient was not finite in {state.guard.skipped} steps in a row"
+    skipped = state.guard.skipped
+    return f"the gradient was not finite in {plural(skipped, 'step')}{' in a row' * (skipped > 1)}"
 
 
 def _replay_step(training: Training, state: TrainState, computer: GradientComputer) -> NanReport:
