@@ -323,7 +323,7 @@ def open_against(run: LoadedRun, against: StepOrRun | None) -> Against | None:
 
 
 def _differences_of_tasks(ours: Config, theirs: Config) -> list[str]:
-    """Return the differences between the tasks of two networks. Loss and weighting may: both are measured by our own."""
+    """Return the differences between two tasks. Loss and weighting may: both are measured by our own."""
     diffusion = replace(theirs.diffusion, loss=ours.diffusion.loss, weighting=ours.diffusion.weighting)
     pairs = {
         "images": ((ours.fingerprint, ours.data.held_out), (theirs.fingerprint, theirs.data.held_out)),
