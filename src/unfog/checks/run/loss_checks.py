@@ -94,7 +94,7 @@ def check_ema(record: RunRecord, average: Floats, raw: Floats, updates: int, wha
     ema = record.config.ema
     narrower = f"power:width={max(0.01, ema.width / 3):.2g}" if isinstance(ema, PowerEma) else _shorter(ema, updates)
     remedy = (
-        f"for now sample with the raw weights: {record.command('sample', '--weights raw')}. The EMA catches "
+        f"for now sample with the raw weights: {record.command('sample', '--weights raw')}; the EMA catches "
         f"up as the learning rate falls, or with a shorter window: --ema {narrower}"
     )
     # Early on an average of weights always lags behind weights that improve fast.
