@@ -1,6 +1,6 @@
 """Draw the finished run of the site from the checkpoints of a real one:
 
-    unfog train fashion --preset demo --checkpoint.every 20 --checkpoint.keep 200
+    unfog train fashion --preset demo --budget 12m --seed 0 --checkpoint.every 40 --checkpoint.keep 100
     python scripts/pages/live_demo.py runs/fashion
 
 writes docs/finished-run.webp, .json and .html. The picture has a row for each of some checkpoints and a column for each
