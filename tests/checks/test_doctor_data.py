@@ -267,9 +267,9 @@ def test_a_crop_of_images_of_one_shape_is_avoided_by_their_shape(
     size: int | str, original: tuple[int, int], first: str
 ) -> None:
     format = ImageFormat.of(3, size)
-    assert f"{_crop_less(np.int32([original] * 9), format)}, or crop".startswith(first)
+    assert f"{_crop_less(np.int32([original] * 9), format, True)}, or crop".startswith(first)
     mixed = np.int32([(600, 400), (400, 600), (500, 500)] * 3)
-    assert _crop_less(mixed, ImageFormat.of(3, 64)).startswith("give --aspect keep")
+    assert _crop_less(mixed, ImageFormat.of(3, 64), True).startswith("give --aspect keep")
 
 
 def test_kept_aspects_are_advised_only_where_they_are_possible(clean: tuple[Path, Dataset], tmp_path: Path) -> None:
@@ -280,6 +280,8 @@ def test_kept_aspects_are_advised_only_where_they_are_possible(clean: tuple[Path
         "autoencoder": Config(autoencoder=Autoencoder(factor=2, channels=(8,))),
         "wrapped": Config(data=Data(wrap="x")),
         "pack": Config(source=str(tmp_path)),
+        "compiled": Config(training=Training(compile=True)),
+        "captured": Config(training=Training(capture=True)),
     }
     remedies = {
         name: by_code(check_dataset(ImageScan.create(prepared), config))["data.crop"].remedy

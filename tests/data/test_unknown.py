@@ -163,7 +163,12 @@ def test_a_suspected_number_is_named_by_training_and_by_the_doctor(tmp_path, cap
     assert f"warning: {said}" in capsys.readouterr().err
     (found,) = [one for one in quick_check_images(loaded, config) if one.code == "data.unknown"]
     assert (found.severity, found.evidence[: len(said)]) == ("warning", said)
-    assert found.remedy == "if it means unknown, give --data.unknown=-9999"
+    assert found.remedy == "if it means unknown, as a background of images does not, give --data.unknown=-9999"
+    given = replace(config, data=replace(config.data, range=(-1e4, 1e4)))
+    loaded, _ = load_images(given, StopSignals())
+    (found,) = [one for one in quick_check_images(loaded, given) if one.code == "data.unknown"]
+    assert (found.severity, found.evidence[:29]) == ("fine", "no value is named as unknown,")  # nothing was looked at
+    capsys.readouterr()
     load_images(replace(config, data=replace(config.data, unknown="-9999")), StopSignals())
     assert "exactly" not in capsys.readouterr().err
 

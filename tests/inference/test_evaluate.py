@@ -361,7 +361,7 @@ def test_two_checkpoints_are_compared_on_the_same_noise(run, monkeypatch, capsys
     assert difference.value == pytest.approx(found["held_out"].value - early["held_out"].value, rel=1e-9)
     assert difference.value < 0
     assert difference.error < found["held_out"].error
-    assert "lower than at step 6" in difference.note
+    assert "lower than that at step 6" in difference.note
     assert "guide" not in capsys.readouterr().err  # which no loss depends on
     with pytest.raises(RequestError, match="no checkpoint of step 7"):
         run.evaluate(n=20, against=7)
@@ -380,7 +380,7 @@ def test_two_runs_are_compared_on_the_same_images_and_noise(run, tmp_path):
     found = run.evaluate("held_out", against=tmp_path / "other")
     step = run.evaluate("held_out", against=6)
     assert found["held_out_difference"].value == step["held_out_difference"].value
-    assert found["held_out_difference"].note.startswith(f"lower than of {tmp_path / 'other'} at step 6")
+    assert found["held_out_difference"].note.startswith(f"lower than that of {tmp_path / 'other'} at step 6")
     assert [of_type(StepOrRun | None, text, "against") for text in ("runs/b", "6", 6)] == [Path("runs/b"), 6, 6]
     (tmp_path / "other/config.toml").write_text(re.sub(r"(?m)^held_out = .*$", "held_out = 0.3", settings))
     with pytest.raises(RequestError, match=r"has other images than .*compare samples of both"):

@@ -124,3 +124,9 @@ def test_an_array_file_has_one_image_or_several_and_gives_its_name(tmp_path):
     np.save(tmp_path / "objects.npy", np.array([[{}]], dtype=object), allow_pickle=True)
     with pytest.raises(RequestError, match="given 'mask'"):
         pictures(str(tmp_path / "objects.npy"))
+
+
+@pytest.mark.parametrize("name", ["missing.png", "a\0b.png"])
+def test_an_image_that_cannot_be_opened_has_no_size_of_its_own(tmp_path: Path, name: str) -> None:
+    config = SimpleNamespace(size_buckets=[SimpleNamespace(size=16)], data=SimpleNamespace(size=16))
+    assert edit_size(config, tmp_path / name) == 0  # building the edit says why

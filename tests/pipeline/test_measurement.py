@@ -170,7 +170,7 @@ def test_the_misfit_is_in_deviations_of_the_noise_and_by_channel(capsys):
     problem = build_measurement(
         run.config, observed=y + noise * torch.tensor([4.0, 2.0])[:, None, None], noise=noise, **options
     )
-    found = problem.misfit([x, x])
+    found = problem.misfit([x, torch.cat([x, x])])
     assert found == "draws differ from y by 3.16 times the noise (root mean square); y[0]: 4, y[1]: 2"
     without = build_measurement(run.config, observed=y + 3, noise=None, **options)
     assert without.misfit([x]) == "draws differ from y by 3 (root mean square); noise is 0"

@@ -146,6 +146,8 @@ def test_words_that_are_one_prompt_in_pieces_are_named(drawn, tmp_path, capsys):
         words = said(str(n), "a", "red", "heart", n=n)
         assert told in words
         assert "-n 3" not in words
+        assert ("the first 2 of 3 prompts are drawn" in words) == (n == 2)
+    assert "one word each" not in said("unspaced", "赤い花", "青い鳥")
     assert "-n 3 draws all of them" in said("phrases", "a red heart", "dark", "star")
     assert "one word each" not in said("one", "heart")
 

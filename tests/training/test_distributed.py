@@ -397,6 +397,17 @@ def test_ranks_that_have_left_are_waited_for_no_more_and_those_that_have_ended_a
             for wait in (world.barrier, world.leave):
                 with pytest.raises(LostProcess, match=rf"^rank 1 \({owner.host}, process {process.pid}\) has ended; "):
                     wait()
+            done = iter([False, True])  # it said why it fails, and ended, while this rank was busy for long
+            with monkeypatch.context() as patch:
+                patch.setattr(world, "_store", SimpleNamespace(check=lambda keys: next(done)))
+                world._wait(["said/1"])
+
+            def gone(keys):
+                raise torch.distributed.DistNetworkError("the store is gone")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(world, "_store", SimpleNamespace(check=gone))
+                assert world.lost_rank() == ""
             store.set("left/1", "")  # it ended as it should
             assert world.lost_rank() == ""
             world.leave()

@@ -311,15 +311,16 @@ def open_against(run: LoadedRun, against: StepOrRun | None) -> Against | None:
         return None
     if isinstance(against, int):
         saved = checkpoint.find_checkpoint(run.folder.checkpoints, against)
-        return Against(against, f"at step {against:,}", lambda: run.load_network(saved, against)[0])
-    other = LoadedRun(against, run.weights, device=str(run.device))
+        return Against(against, f"that at step {against:,}", lambda: run.load_network(saved, against)[0])
+    other = LoadedRun(against, run.weights, device=str(run.device), ema=run.ema)
+    other = other.at_size(run.config.data.size) if run.resized else other
     if differences := _differences_of_tasks(run.config, other.config):
         raise RequestError(
             f"--against {against} has other {' and '.join(differences)} than {run.path}, so its held-out losses are of "
             "another task; compare samples of both, with one seed: unfog evaluate RUN --metrics kid, or sliced, or "
             "spectrum of values"
         )
-    return Against(weights_digest(other.network), f"of {against} at step {other.step:,}", lambda: other.network)
+    return Against(weights_digest(other.network), f"that of {against} at step {other.step:,}", lambda: other.network)
 
 
 def _differences_of_tasks(ours: Config, theirs: Config) -> list[str]:
@@ -340,7 +341,7 @@ def _held_out_difference(losses: Tensor, others: Tensor, name: str) -> MetricRes
     difference = paired_difference(losses, others)
     sure = abs(difference.value) > Z * difference.error
     which = "lower" if difference.value < 0 else "higher"
-    note = f"{which} than {name}" if sure else f"not significantly different from that {name}"
+    note = f"{which} than {name}" if sure else f"not significantly different from {name}"
     return _as_metric("held_out_difference", difference, f"{note}, by the same images and noise")
 
 

@@ -158,7 +158,7 @@ class Nearness(NamedTuple):
 
 
 def check_memorization(drawn: Pixels, matches: Pixels, search: Nearness) -> Finding:
-    """run.memorised: compare generated images [N, H, W, C] with the training image nearest to each."""
+    """Compare, for run.memorised, generated images [N, H, W, C] with the training image nearest to each."""
     ratio, usual, what, searched = search.found.ratio, search.unseen.ratio, search.what, search.searched
     limit, (share, expected, certain) = COPY, search.copy_shares(COPY)
     related = expected

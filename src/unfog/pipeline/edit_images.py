@@ -87,7 +87,7 @@ def edit_size(config: Config, image: ImageInput) -> Size:
     try:
         with silence_pillow(), _opener(image, "image")() as opened:
             size = nearest_size(sizes, *upright_sides(opened))
-    except (ImageError, RequestError):
+    except (ImageError, RequestError, OSError, ValueError):
         return 0
     return 0 if size == config.data.size else size
 

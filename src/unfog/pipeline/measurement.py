@@ -55,7 +55,11 @@ class Measurement:
     def misfit(self, draws: Iterable[Tensor]) -> str:
         """Return in words how far measured images [B, C, H, W] are from y, in deviations of the noise; also by part."""
         observed, variance = self.observation.observed, self.observation.variance
-        squares = torch.cat([(self.observation.measure(x0) - observed).square() for x0 in draws]).mean(0)
+        total, count = torch.zeros_like(observed), 0
+        for x0 in draws:  # one in memory at a time
+            total += (self.observation.measure(x0) - observed).square().sum(0)
+            count += len(x0)
+        squares = total / count
         if not bool(variance.all()):  # nothing to compare with, so in the units of y
             rms, noise = (self.scale * float(each.mean().sqrt()) for each in (squares, variance))
             return f"draws differ from y by {rms:.4g} (root mean square); noise is {noise:.4g}"

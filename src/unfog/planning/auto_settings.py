@@ -46,9 +46,9 @@ _COMPILES_BY_ITSELF = False
 _COMPILE_SECONDS = 0.08  # for each operation of a step: some 90 s for `cifar10`. Estimated.
 _LONG = 4  # times as many steps as a compiled run needs to be ahead
 
-# Share of a time budget from which on the start is warned of; steps below which a budget is short, and those of a
-# longer one that is named: a loss is seen to fall, but no more.
-_LONG_START, _FEW_STEPS, _LEAST_STEPS = 0.75, 20, 200
+_LONG_START = 0.75  # share of a time budget above which the start is warned of
+_FEW_STEPS = 20  # below which a time budget is short
+_LEAST_STEPS = 200  # of the longer budget that is named: a loss is seen to fall, but no more
 
 
 class AutoSettings:
@@ -442,7 +442,7 @@ def _warn_of_short_budget(budget: str, spent: float, step_seconds: float, steps:
     took = f"the start took {format_duration(spent)}" if spent > 0.1 * parse_duration(budget) else ""
     reasons = " and ".join(filter(None, [took, f"a step takes {step_seconds:.2g} s" * few]))
     warn(
-        f"--budget {budget} is enough for only {plural(max(1, steps), 'step')}: {reasons}; "
+        f"--budget {budget} is enough for {'only ' * few}{plural(max(1, steps), 'step')}: {reasons}; "
         f"give --budget {longer} or more,{' a smaller --size,' * few} or --steps"
     )
 

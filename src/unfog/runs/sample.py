@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import unicodedata
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -181,15 +182,28 @@ def _read_conditions(
         format.crossed(read_grid(stored, request.cells), asked)
     elif request.given_table is not None:
         read_given_table(request.given_table, format)
-    elif len(request.prompt) > 1 and not any(" " in prompt.strip() for prompt in request.prompt):
+    else:
+        _say_prompts(request, prompts)
+    return asked
+
+
+def _say_prompts(request: SampleRequest, prompts: int) -> None:
+    """Say which prompts are left out, and whether several may be the words of one."""
+    in_pieces = len(request.prompt) > 1 and all(_is_word(prompt) for prompt in request.prompt)
+    if in_pieces:
         told = [sanitize(prompt) for prompt in request.prompt[:_MOST_WORDS]]
         say(
             f"  {plural(len(request.prompt), 'prompt')} of one word each: {', '.join(told)}; one prompt of several "
             f'words stands in quotes: --prompt "{" ".join(told)}"'
         )
-    elif prompts > request.n:
-        say(f"  the first {request.n:,} of {prompts:,} prompts are drawn; -n {prompts} draws all of them")
-    return asked
+    if prompts > request.n:
+        more = "" if in_pieces else f"; -n {prompts} draws all of them"
+        say(f"  the first {request.n:,} of {prompts:,} prompts are drawn{more}")
+
+
+def _is_word(prompt: str) -> bool:
+    """Return True for a text without spaces, in a script with cases: Chinese and Japanese put no spaces at all."""
+    return " " not in prompt.strip() and not any(unicodedata.category(letter) == "Lo" for letter in prompt)
 
 
 def _sample_folder(path: Path, digest: str, config: Config, prepared: PreparedSampling) -> SampleFolder:

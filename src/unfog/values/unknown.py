@@ -58,7 +58,8 @@ class Suspect(NamedTuple):
         number = f"{self.value:.9g}"
         return (
             f"exactly {number} is the {self.end} value of every channel, in {self.share:.1%} of the values, and stands "
-            f"far from the others; if it means unknown, give --data.unknown={number}"
+            f"far from the others; if it means unknown, as a background of images does not, give "
+            f"--data.unknown={number}"
         )
 
 

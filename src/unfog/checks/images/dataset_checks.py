@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from numpy.typing import NDArray
 
 from unfog.checks.images.image_scan import MOST_NAMES, ImageScan, Indices, evenly_spread_rows, unusable_files
 from unfog.config.schema import Config
+from unfog.config.validate import check_buckets
 from unfog.data.buckets.sizes import cropped_away, nearest_bucket
 from unfog.data.data_report import ACTIONS, COMMON_ACTIONS, EDITORS_FILES
 from unfog.data.dataset import ImageSet
 from unfog.data.packs.pack import Pack
 from unfog.data.scan import common_aspect, size_of_aspect
 from unfog.data.sources.labels import SPLITS
+from unfog.errors import RequestError
 from unfog.reporting.charts import bar_chart, histogram
 from unfog.reporting.findings import Figure, Finding, Severity, format_percent, format_share, list_names
 from unfog.text import plural, sanitize
@@ -270,7 +273,7 @@ def _check_crop(scan: ImageScan, rows: Indices, sides: NDArray[np.int32], config
     )
 
 
-def _crop_less(sides: NDArray[np.int32], format: ImageFormat, can_keep: bool = True) -> str:
+def _crop_less(sides: NDArray[np.int32], format: ImageFormat, can_keep: bool) -> str:
     """Return the settings under which originals [N, 2] lose less than in the shape of `format`; "" without any."""
     remedies = ["give --aspect keep, which trains on several shapes"] if can_keep else []
     aspect, short = common_aspect(sides.tolist()), min(format.height, format.width)
@@ -281,8 +284,11 @@ def _crop_less(sides: NDArray[np.int32], format: ImageFormat, can_keep: bool = T
 
 def _can_keep_aspects(config: Config) -> bool:
     """Return True unless --aspect keep would be refused."""
-    of_one_size = config.task.one_size or config.representation.one_size or config.data.wrapped
-    return not of_one_size and not Pack.is_at(Path(config.source))
+    try:
+        check_buckets(replace(config, data=replace(config.data, aspect="keep")))
+    except RequestError:
+        return False
+    return not config.data.wrapped and not Pack.is_at(Path(config.source))
 
 
 def _check_classes(train: ImageSet, held_out: ImageSet) -> list[Finding]:

@@ -110,6 +110,8 @@ def _check_unknown(data: Data) -> Finding:
 
 def _check_suspect(prepared: Dataset) -> Finding:
     """Look for a number that may stand for unknown values, such as -9999, where none was named."""
+    if not prepared.settings.fitted_map:  # `suspect_filler` looks at nothing
+        return Finding("data.unknown", "fine", "no value is named as unknown, and the value map depends on no values")
     suspect = suspect_filler(prepared)
     if suspect is None:
         return Finding("data.unknown", "fine", "all values are known, and none stands far from all others")

@@ -111,8 +111,8 @@ class Form extends View {
 
 	render() {
 		if (!this.fields) return html`<p class="soft">${this.failed || "Reading the settings …"}</p>`;
-		const fits = finder(this.find), found = (f) => f.name in this.given || (this.find.trim() && fits(`${f.name} ${f.flag} ${f.help} ${f.words}`));
-		const rest = this.fields.filter((f) => (this.find || !f.common) && found(f)), common = this.fields.filter((f) => f.common && !rest.includes(f));
+		const fits = finder(this.find), matches = (f) => this.find.trim() && fits(`${f.name} ${f.flag} ${f.help} ${f.words}`), found = (f) => (!f.common && f.name in this.given) || matches(f);
+		const rest = this.fields.filter(found), common = this.fields.filter((f) => f.common && !rest.includes(f));
 		return html`<form @submit=${(e) => { e.preventDefault(); this.send(this.path); }}>
 			<div class="fields">${common.map((f) => this.field(f))}</div>
 			<p><label>All other settings <input type="search" placeholder="captions, lr, ema …" .value=${this.find} @input=${(e) => (this.find = e.target.value)}></label>

@@ -83,10 +83,14 @@ class ProcessGroup:
         self._watchdog.timeout, self._begun = timeout, True
 
     def lost_rank(self) -> str:
-        """Return the name of a rank whose process has ended before it left; "" if none of this machine has."""
-        for rank, owner in ({} if self._watchdog is None else self._watchdog.find_ended()).items():
-            if self._store is not None and not self._store.check([f"left/{rank}"]):
-                return f"rank {rank} ({owner.host}, process {owner.pid})"
+        """Return the name of a rank whose process has ended before it left; "" if none of this machine has.
+
+        It is "" too if the process that holds torchrun's store is gone, so that nobody can say who has left.
+        """
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            for rank, owner in ({} if self._watchdog is None else self._watchdog.find_ended()).items():
+                if self._store is not None and not self._store.check([f"left/{rank}"]):
+                    return f"rank {rank} ({owner.host}, process {owner.pid})"
         return ""
 
     def leave(self) -> None:
@@ -226,6 +230,8 @@ class ProcessGroup:
                 pause = min(2 * pause, _POLL_SECONDS)
                 if time.monotonic() - looked > _LOST_SECONDS:
                     looked = time.monotonic()
+                    if self._store.check(keys):  # a rank that failed says why before it ends
+                        return
                     self._check_lost()
         except (dist.DistError, RuntimeError) as error:
             raise LostProcess(f"the process that holds torchrun's store is gone ({error})") from None
@@ -234,8 +240,8 @@ class ProcessGroup:
         """LostProcess if the process of another rank has ended, which would be waited for without end."""
         if name := self.lost_rank():
             raise LostProcess(
-                f"{name} has ended; unfog resume continues from the newest checkpoint, as torchrun does by itself "
-                "with --max-restarts"
+                f"{name} has ended; start the command again, or a training that has a checkpoint with unfog resume, "
+                "as torchrun does by itself with --max-restarts"
             )
 
 
