@@ -30,6 +30,7 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.target import EdmF
 from unfog.models.autoencoder_settings import Autoencoder
 from unfog.reporting.findings import Finding, write_findings
+from unfog.training.settings import Training
 from unfog.values.columns import of_labels
 from unfog.values.image_format import ImageFormat
 

@@ -32,8 +32,10 @@ from unfog.evaluation.distances import FeatureStatistics
 from unfog.evaluation.features import features_folder, open_features
 from unfog.evaluation.held_out import HeldOut, MeanEstimate, fixed_losses, midpoints, summarize_losses
 from unfog.evaluation.metrics import compare_features
-from unfog.inference.compute_metrics import paired_difference
+from unfog.inference import compute_metrics
+from unfog.inference.compute_metrics import open_against, paired_difference
 from unfog.inference.evaluation_files import Evaluation, GeneratedSamples
+from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.memorization import (
     Nearness,
     UnseenImages,
@@ -385,6 +387,22 @@ def test_two_runs_are_compared_on_the_same_images_and_noise(run, tmp_path):
     (tmp_path / "other/config.toml").write_text(re.sub(r"(?m)^held_out = .*$", "held_out = 0.3", settings))
     with pytest.raises(RequestError, match=r"has other images than .*compare samples of both"):
         run.evaluate("held_out", against=str(tmp_path / "other"))
+
+
+def test_the_other_run_of_a_comparison_has_the_size_and_the_ema_of_this_one(run, monkeypatch):
+    made = []
+
+    class Other(LoadedRun):
+        def __init__(self, path, weights, device, ema):
+            made.append(ema)
+            super().__init__(path, weights, device=device)
+
+    monkeypatch.setattr(compute_metrics, "LoadedRun", Other)
+    resized = run.at_size(16)
+    assert resized.config.data.size != run.config.data.size
+    resized.ema = 0.1
+    assert open_against(resized, run.path).name == f"that of {run.path} at step {run.step:,}"  # not of other images
+    assert made == [0.1]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Pictures that samples are given, with other channels and types than the pictures of training."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -7,6 +10,7 @@ from PIL import Image
 from unfog.config.schema import Config
 from unfog.data.settings import Data
 from unfog.errors import RequestError
+from unfog.pipeline.edit_images import edit_size
 from unfog.pipeline.given_images import read_pictures
 from unfog.values.columns import Column
 from unfog.values.condition_format import facts_of

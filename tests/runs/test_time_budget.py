@@ -314,7 +314,7 @@ def test_a_run_that_starts_too_late_takes_one_step():
     ("spent", "pace", "said"),
     [
         (122, 0.3, "is enough for only 1 step: the start took 2 min 02 s and a step takes 0.3 s; give --budget 11m or"),
-        (80, 0.03, "is enough for 333 steps: the start took 1 min 20 s; give --budget 7m or more, or --steps"),
+        (80, 0.03, " steps: the start took 1 min 20 s; give --budget 7m or more, or --steps"),
         (0, 20, " for only 3 steps: a step takes 20 s; give --budget 67m or more, a smaller --size, or --steps"),
         (0, 200, "give --budget 12h or more"),
         (30, 0.03, ""),
@@ -329,6 +329,7 @@ def test_a_budget_of_few_steps_or_a_long_start_is_warned_of(spent, pace, said, c
     auto.resolve_length()
     err = capsys.readouterr().err
     assert (said in err) if said else not err
+    assert ("for only" in err) == (pace > 0.03)
 
 
 @pytest.mark.slow

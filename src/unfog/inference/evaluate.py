@@ -92,10 +92,9 @@ def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
     """
     with init_world() as world, StopSignals() as stop:
         started = time.monotonic()
-        against = open_against(run, request.against)  # what fails does so before sampling
         dataset = load_run_images(run.config, stop)
         dataset = dataset.at_size(run.config.data.size) if run.resized else dataset
-        setup = _resolve_request(run, request, dataset, world, stop)._replace(against=against)
+        setup = _resolve_request(run, request, dataset, world, stop)
         # By step and by all that the result depends on, so that a stored one is never that of another question.
         path = run.path / "evaluations" / f"{run.step:08d}-{_result_key(setup)}.json"
         # That of rank 0, as the ranks may run on several machines.
@@ -125,6 +124,7 @@ def _resolve_request(
     run: LoadedRun, request: EvaluationRequest, dataset: Dataset, world: World, stop: StopSignals
 ) -> EvaluationSetup:
     """Choose what the request left open, and say which metrics are left out."""
+    against = open_against(run, request.against)  # what fails does so before anything is read
     config, n = run.config, request.samples_on(run.device.type)
     picture = config.image_format.is_picture
     if not picture:
@@ -153,7 +153,7 @@ def _resolve_request(
         guide_every=request.guide_every,
     ).resolved(config, run.device)
     parts = _parts(run, generation, dataset, real)
-    return EvaluationSetup(compared, generation, parts, dataset, name, None, guidance.guide, guidance.name, clip)
+    return EvaluationSetup(compared, generation, parts, dataset, name, against, guidance.guide, guidance.name, clip)
 
 
 def _parts(
