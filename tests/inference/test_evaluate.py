@@ -398,7 +398,7 @@ def test_the_other_run_of_a_comparison_has_the_size_and_the_ema_of_this_one(run,
             super().__init__(path, weights, device=device)
 
     monkeypatch.setattr(compute_metrics, "LoadedRun", Other)
-    resized = run.at_size(16)
+    resized = run.at_size(32)
     assert resized.config.data.size != run.config.data.size
     resized.ema = 0.1
     assert open_against(resized, run.path).name == f"that of {run.path} at step {run.step:,}"  # not of other images
