@@ -20,7 +20,7 @@ from unfog.cli.main import main
 from unfog.cli.parse import flags_of, parse_args
 from unfog.cli.read_request import REQUESTS, read_request
 from unfog.config.advice import advice_on, advice_within, all_advice
-from unfog.config.aliases import EPOCHS
+from unfog.config.aliases import EPOCHS, USUAL
 from unfog.config.describe import describe
 from unfog.config.explain import explain
 from unfog.config.presets import PRESETS, autoencoder_recipe, preset
@@ -414,6 +414,7 @@ def test_each_word_has_one_advice_and_what_is_unknown_has_none():
     words = [word for entry in entries for word in entry["words"].split()]
     assert len(words) == len({*words}) == len(all_advice())
     assert {*EPOCHS} < {*words}
+    assert {*words}.isdisjoint(USUAL)  # a usual name leads to its setting, from the command line too
     for word in words:
         if word[-1] != "_":
             assert advice_on(word) is advice_within(word)[1] is all_advice()[word]

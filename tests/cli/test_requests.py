@@ -302,6 +302,7 @@ TABLE = [
     ("train fashion --every 8", "--log.every or --preview.every"),
     ("train fashion --sampler dim", "did you mean ddim"),
     ("train fashion --strip", "--strip is not a flag of unfog train, but of unfog sample"),
+    ("train fashion --optimizer.clip 0", "did you mean --training.clip?"),
     ("sample run --lr 1", "not a flag of unfog sample, but of unfog train, unfog resume, unfog train-autoencoder"),
     ("report run --lr 1", "not a flag of unfog report"),
     ("train fashion --zzz", "see unfog train --help"),
@@ -444,6 +445,9 @@ def test_a_run_in_the_place_of_images_and_the_other_way_round(refused, here):
     assert "checkpoints/00000001 is not a run, but a part of one; give run\n" in refused(
         "resume", "run/checkpoints/00000001"
     )
+    for against, said in (("ruin", "did you mean run?"), ("5e3", "no such folder; give the step of a checkpoint")):
+        assert said in refused("evaluate", "run", "--metrics", "held_out", "--against", against)
+    assert "the step of a checkpoint" in refused("evaluate", "run", "--metrics", "held_out", "--against", "")
     (here / "photos").mkdir()
     (here / "photos/a.png").write_bytes(b"")
     assert "it has no config.toml; give the folder of a run (unfog runs lists them)" in refused("sample", "photos")
