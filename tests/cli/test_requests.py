@@ -438,7 +438,7 @@ def test_odd_places(refused, here, tmp_path):
         assert said in refused("sample", "run", "--out", out)
 
 
-def test_a_run_in_the_place_of_images_and_the_other_way_round(refused, here):
+def test_a_run_in_the_place_of_images_and_the_other_way_round(refused, here, monkeypatch):
     (here / "run/checkpoints/00000001").mkdir(parents=True)
     for words in (("train", "run"), ("plan", "run"), ("find-lr", "run"), ("pack", "run", "out")):
         assert "'run' is the folder of a run, and not of images" in refused(*words)
@@ -448,6 +448,9 @@ def test_a_run_in_the_place_of_images_and_the_other_way_round(refused, here):
     for against, said in (("ruin", "did you mean run?"), ("5e3", "no such folder; give the step of a checkpoint")):
         assert said in refused("evaluate", "run", "--metrics", "held_out", "--against", against)
     assert "the step of a checkpoint" in refused("evaluate", "run", "--metrics", "held_out", "--against", "")
+    with monkeypatch.context() as patch:  # as a parent of mode 711, which may be entered and not listed
+        patch.setattr(os, "listdir", lambda path=".": os.stat(here / "nothing"))
+        assert "a part of one; give run\n" in refused("resume", "run/checkpoints/00000001")
     (here / "photos").mkdir()
     (here / "photos/a.png").write_bytes(b"")
     assert "it has no config.toml; give the folder of a run (unfog runs lists them)" in refused("sample", "photos")
