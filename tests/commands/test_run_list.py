@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 
 from command import exit_status
+from unfog.process.run_folder import MIRROR_MARK
 from unfog.process.run_screen import screen_lines
 from unfog.process.run_status import RunStatus, find_runs
 from unfog.reporting.records import WAITING, read_metrics
 from unfog.reporting.terminal_charts import ChartSpace, text_chart
-from unfog.training.checkpoints.format import EMA, MIRROR_MARK
+from unfog.training.checkpoints.format import EMA
 
 
 def lines(path: Path, rows: list[dict]) -> None:

@@ -399,7 +399,7 @@ def test_the_command_writes_draws_mean_and_deviation(tmp_path):
     words = ["sample", run.path, "--measure", tmp_path / "halves.py", "--observed", tmp_path / "y.npy", "-n", "3"]
     done: subprocess.CompletedProcess = forked.run([*words, "--steps", "3", "--out", tmp_path / "out"])
     assert done.returncode == 0, done.stderr
-    assert "noise is 2" in done.stderr
+    assert "times the noise" in done.stderr
     draws = np.stack([np.load(tmp_path / f"out/{i:06d}.npy") for i in range(3)])
     np.testing.assert_allclose(np.load(tmp_path / "out/mean.npy"), draws.mean(0), rtol=1e-5)
     np.testing.assert_allclose(np.load(tmp_path / "out/deviation.npy"), draws.std(0, ddof=1), rtol=1e-3, atol=1e-4)

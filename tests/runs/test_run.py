@@ -269,7 +269,7 @@ def test_a_run_is_never_overwritten(run, tmp_path):
         (["train", "fashion", "--steps", "1", "--device", "toaster"], "toaster"),
         (["train", "fashion", "--steps", "1", "--size", "30"], "size = 30 must be a multiple of 4"),
         (["train", "fashion", "--preset", "dpm"], "did you mean 'ddpm'"),
-        (["train", "fashion", "--config", "no.toml"], "no.toml: No such file"),
+        (["train", "fashion", "--config", "no.toml"], "no.toml cannot be read: No such file"),
         (["train", "fashion", "--optimizer.warmpu", "3"], "--optimizer.warmup"),
         (
             ["train", "fashion", "--steps", "1", "--precision", "fp32", "--network", "cifar10"],

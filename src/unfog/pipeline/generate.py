@@ -366,7 +366,7 @@ def with_legend(
     shown = format.shown(channels)
     how = [f"images: {'black' if colours == GREY else 'checkered'} is unknown"] if unknown else []
     if len(shown) == 1:
-        how = [f"{title}, channel {shown[0]}" if format.channels > 1 else title] * bool(title) + how
+        how = [f"{title}, channel {shown[0]}"] * bool(title) + how
         picture = with_caption(picture, how) if how else picture
         return with_bar(picture, colour_table(colours), [value(shown[0], x) for x in (-1.0, 0.0, 1.0)])
     how = [title] * bool(title) + how

@@ -17,7 +17,7 @@ from typing import Any
 
 from unfog.files.safe_files import disk_usage, read_file
 from unfog.process.heartbeat import Heartbeat
-from unfog.process.run_folder import RunFolder
+from unfog.process.run_folder import MIRROR_MARK, RunFolder
 from unfog.reporting.progress import format_duration
 from unfog.reporting.records import (
     ALIVE,
@@ -36,7 +36,6 @@ from unfog.reporting.records import (
     run_state,
 )
 from unfog.text import sanitize
-from unfog.training.checkpoints.format import MIRROR_MARK
 from unfog.training.settings import Evaluate
 
 # Beginning of the name of a checkpoint that was set aside, as it could not be read.

@@ -7,7 +7,6 @@ To add a check, write a function that returns a Finding here or in a module besi
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -83,7 +82,8 @@ def check_sampling(config: Config, command: Callable[[str, str], str]) -> list[F
     """
     findings = []
     for found in (_check_guidance(config), _check_sampler(config)):
-        remedy = re.sub(r"--sampler\.(steps|grid)", r"--\1", found.remedy).replace("--sampler.kind", "--sampler")
+        # `unfog sample` has flags of its own for what trains as sampler.steps, sampler.grid and sampler.kind.
+        remedy = found.remedy.replace("sampler.kind", "sampler").replace("sampler.", "")
         if found.severity == "hint" and "dropout" not in remedy:  # which is a setting of training
             findings.append(replace(found, remedy=command("sample", remedy)))
     return findings

@@ -313,7 +313,7 @@ class Playground extends View {
 		const {edit} = this, [width, height] = sidesOf(this.detail.settings["data.size"]);
 		if (!edit) return this.setting("Start from a picture (its settings are read, too)", html`<input type="file" accept="image/*" @change=${(e) => this.upload(e.target.files[0])}>`, "wide");
 		const url = edit.upload ? this.data.url(`api/upload/${edit.upload}.png?run=${this.run}`) : this.data.url(`api/draw/${edit.job}/${edit.picture}.png`);
-		return html`<fieldset><legend>Start from ${edit.upload ? "an upload, cropped to a shape of the run" : `picture ${edit.picture + 1} of drawing ${edit.job}`}</legend>
+		return html`<fieldset><legend>Start from ${edit.upload ? "an upload (cropped)" : `picture ${edit.picture + 1} of drawing ${edit.job}`}</legend>
 			${edit.found ? html`<p>This picture was drawn here. <button type="button" @click=${() => this.adopt(edit.found)}>Take its settings</button></p>` : ""}
 			${edit.masked ? html`<unfog-mask .url=${url} .width=${width} .height=${height}></unfog-mask>` : html`<img class="exact start" src=${url} alt="The picture to start from">`}
 			<label class="check"><input type="checkbox" .checked=${edit.masked} @change=${(e) => (this.edit = {...edit, masked: e.target.checked})}> paint a mask (inpainting)</label>

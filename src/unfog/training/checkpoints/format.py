@@ -39,7 +39,6 @@ from unfog.training.state import HELD_OUT_LOSS, is_better
 
 FORMAT, FORMAT_SHARDED, FORMAT_WEIGHTS = 2, 3, 4
 MANIFEST, STATE, CONFIG = "manifest.json", "state.json", "config.toml"
-MIRROR_MARK = ".mirror"  # file in a mirror that names its run
 EMA, EMA2 = "ema.safetensors", "ema2.safetensors"
 FILES = frozenset(["model.safetensors", EMA, "optimizer.safetensors", STATE, CONFIG])
 LARGEST_JSON = 2**24  # bytes; ours have a few thousand, and with 100,000 failed shards ten million

@@ -29,9 +29,10 @@ from unfog.files.safe_files import (
     replace_file,
     write_atomic,
 )
+from unfog.process.run_folder import MIRROR_MARK
 from unfog.text import is_address
 from unfog.training.checkpoints import rotation
-from unfog.training.checkpoints.format import CONFIG, MANIFEST, MIRROR_MARK, CheckpointInfo, list_checkpoints, run_of
+from unfog.training.checkpoints.format import CONFIG, MANIFEST, CheckpointInfo, list_checkpoints, run_of
 from unfog.training.checkpoints.snapshot import sync
 
 CHECKPOINTS = "checkpoints"
