@@ -348,6 +348,7 @@ def test_concepts_of_a_tutorial_are_explained(concept):
 
 # What people who begin ask, as they ask it, and a word of the answer.
 QUESTIONS = {
+    "bit depth": "uint16", "image width": "need not be square",
     "grad norm": "gradient_norm", "how many pictures": "unfog plan", "how long": "unfog plan", "too blurry": "fix-it",
     "why grey": "fix-it", "my pictures are gray": "fix-it", "colors wrong": "fix-it", "only noise": "fix-it",
     "why is it so slow": "slows a run down", "loss goes up": "stuck or only slow", "loss not going down": "find-lr",
@@ -371,7 +372,7 @@ def test_questions_of_people_who_begin_are_answered(question):
 
 # Phrases that are not known whole: what is taken of them, and a word of its explanation.
 IN_PART = {
-    "kernel size": ("size", "data.size"), "stochastic depth": ("depth", "unfog explain unet"),
+    "kernel size": ("size", "data.size"), "stochastic depth": ("depth", "dit:depth="),
     "gradient penalty": ("gradient", "gradient_norm"), "seed everything": ("seed", "training.seed"),
     "Where is the checkpoint of a colleague?": ("checkpoint", "checkpoint.every"),
 }  # fmt: skip

@@ -20,7 +20,7 @@ from unfog.text import is_address, sanitize, without_secrets
 def main(request: SlurmRequest) -> int:
     """Write the batch file, print its path, and return the exit status."""
     file = request.file or Path(f"{request.run.resolve().name}.sbatch")
-    script = batch_script(request).encode()  # before the file is made, so that an error leaves none
+    script = batch_script(request).encode()  # before the file is made, so that an error leaves no empty one
     try:
         with open_file(file, "xb", file.parent) as batch:  # a batch file that is there may have been edited
             os.chmod(batch.fileno(), 0o600)

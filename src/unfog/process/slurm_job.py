@@ -115,7 +115,7 @@ def _named_paths(request: SlurmRequest) -> Iterator[Path]:
         borders = [-1, *(match.start() for match in islice(re.finditer("[=:,]", text), _MOST_BORDERS)), len(text)]
         found = [place for start, end in combinations(borders, 2) for place in _places(text[start + 1 : end])]
         yield from found
-        if "://" in text:  # an address, whose parts after a "=" may be secret, and are no paths
+        if "://" in text:  # an address: what follows a "=" in it may be secret, and is not a path
             continue
         for start, end in pairwise(borders):
             part = os.path.expanduser(text[start + 1 : end])
