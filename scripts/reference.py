@@ -215,7 +215,9 @@ def _findings(function: ast.FunctionDef) -> Iterator[tuple[str, ast.Call]]:
                     if ast.unparse(each.func) == "finding":
                         yield code, ast.Call(each.func, [call.args[1], *each.args], each.keywords)
             # _exceptions(scan, "data.blank", which, description, remedy), which makes the finding.
-            case ast.Call(func=ast.Name(), args=[_, ast.Constant(value=str() as code), *_]) if re.fullmatch(CODE, code):
+            case ast.Call(func=ast.Name(id="_exceptions"), args=[_, ast.Constant(value=str() as code), *_]) if (
+                re.fullmatch(CODE, code)
+            ):
                 yield code, ast.Call(call.func, call.args[1:], call.keywords)
 
 

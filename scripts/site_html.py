@@ -73,6 +73,10 @@ def _text(cell: str) -> str:
     return html.unescape(_TAG.sub("", cell)).strip()
 
 
+# Not within a link, as `[![alt](picture.png)](page.md)` is; and an alt text may have a ">" in it.
+_OWN_PICTURE = re.compile(r'<img (?:[^>"]|"[^"]*")*?src="([^":]+\.(?:png|webp|svg))"(?:[^>"]|"[^"]*")*>(?!\s*</a>)')
+
+
 def open_pictures(page: str, folder: Path) -> str:
     """Return the HTML of a page in `folder` whose pictures lead to their files, where a phone can enlarge them.
 
@@ -88,7 +92,7 @@ def open_pictures(page: str, folder: Path) -> str:
         return f'<a href="{name}">{shown}</a>'
 
     before, start, article = page.partition("<article")
-    return before + start + re.sub(r'<img [^>]*src="([^":]+\.(?:png|webp|svg))"[^>]*>', picture, article)
+    return before + start + re.sub(_OWN_PICTURE, picture, article)
 
 
 def _write_still(path: Path) -> Path | None:

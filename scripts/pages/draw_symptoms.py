@@ -340,7 +340,9 @@ def draw(name: str, folder: Path, quick: bool) -> tuple[Image.Image, list[str]]:
     else:
         files = sorted((folder / symptom.right.split()[0]).rglob("*.png"))
         right = (
-            nearest(left, images(files)) if symptom.right.endswith(" nearest") else images(files[:: len(files) // 8])
+            nearest(left, images(files))
+            if symptom.right.endswith(" nearest")
+            else images(files[:: len(files) // COUNT])
         )
     said = findings(symptom, folder, f"{name}-doctor") if symptom.codes else []
     return sheet([(symptom.bad, left), (symptom.good, right[:COUNT])]), said

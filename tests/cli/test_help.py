@@ -20,7 +20,7 @@ from unfog.cli.main import main
 from unfog.cli.parse import flags_of, parse_args
 from unfog.cli.read_request import REQUESTS, read_request
 from unfog.config.advice import advice_on, advice_within, all_advice
-from unfog.config.aliases import EPOCHS
+from unfog.config.aliases import EPOCHS, USUAL
 from unfog.config.describe import describe
 from unfog.config.explain import explain
 from unfog.config.presets import PRESETS, autoencoder_recipe, preset
@@ -348,6 +348,7 @@ def test_concepts_of_a_tutorial_are_explained(concept):
 
 # What people who begin ask, as they ask it, and a word of the answer.
 QUESTIONS = {
+    "bit depth": "uint16", "image width": "need not be square",
     "grad norm": "gradient_norm", "how many pictures": "unfog plan", "how long": "unfog plan", "too blurry": "fix-it",
     "why grey": "fix-it", "my pictures are gray": "fix-it", "colors wrong": "fix-it", "only noise": "fix-it",
     "why is it so slow": "slows a run down", "loss goes up": "stuck or only slow", "loss not going down": "find-lr",
@@ -371,7 +372,7 @@ def test_questions_of_people_who_begin_are_answered(question):
 
 # Phrases that are not known whole: what is taken of them, and a word of its explanation.
 IN_PART = {
-    "kernel size": ("size", "data.size"), "stochastic depth": ("depth", "unfog explain unet"),
+    "kernel size": ("size", "data.size"), "stochastic depth": ("depth", "dit:depth="),
     "gradient penalty": ("gradient", "gradient_norm"), "seed everything": ("seed", "training.seed"),
     "Where is the checkpoint of a colleague?": ("checkpoint", "checkpoint.every"),
 }  # fmt: skip
@@ -414,6 +415,7 @@ def test_each_word_has_one_advice_and_what_is_unknown_has_none():
     words = [word for entry in entries for word in entry["words"].split()]
     assert len(words) == len({*words}) == len(all_advice())
     assert {*EPOCHS} < {*words}
+    assert {*words}.isdisjoint(USUAL)  # a usual name leads to its setting, from the command line too
     for word in words:
         if word[-1] != "_":
             assert advice_on(word) is advice_within(word)[1] is all_advice()[word]

@@ -302,6 +302,7 @@ TABLE = [
     ("train fashion --every 8", "--log.every or --preview.every"),
     ("train fashion --sampler dim", "did you mean ddim"),
     ("train fashion --strip", "--strip is not a flag of unfog train, but of unfog sample"),
+    ("train fashion --optimizer.clip 0", "did you mean --training.clip?"),
     ("sample run --lr 1", "not a flag of unfog sample, but of unfog train, unfog resume, unfog train-autoencoder"),
     ("report run --lr 1", "not a flag of unfog report"),
     ("train fashion --zzz", "see unfog train --help"),
@@ -437,13 +438,19 @@ def test_odd_places(refused, here, tmp_path):
         assert said in refused("sample", "run", "--out", out)
 
 
-def test_a_run_in_the_place_of_images_and_the_other_way_round(refused, here):
+def test_a_run_in_the_place_of_images_and_the_other_way_round(refused, here, monkeypatch):
     (here / "run/checkpoints/00000001").mkdir(parents=True)
     for words in (("train", "run"), ("plan", "run"), ("find-lr", "run"), ("pack", "run", "out")):
         assert "'run' is the folder of a run, and not of images" in refused(*words)
     assert "checkpoints/00000001 is not a run, but a part of one; give run\n" in refused(
         "resume", "run/checkpoints/00000001"
     )
+    for against, said in (("ruin", "did you mean run?"), ("5e3", "no such folder; give the step of a checkpoint")):
+        assert said in refused("evaluate", "run", "--metrics", "held_out", "--against", against)
+    assert "the step of a checkpoint" in refused("evaluate", "run", "--metrics", "held_out", "--against", "")
+    with monkeypatch.context() as patch:  # as a parent of mode 711, which may be entered and not listed
+        patch.setattr(os, "listdir", lambda path=".": os.stat(here / "nothing"))
+        assert "a part of one; give run\n" in refused("resume", "run/checkpoints/00000001")
     (here / "photos").mkdir()
     (here / "photos/a.png").write_bytes(b"")
     assert "it has no config.toml; give the folder of a run (unfog runs lists them)" in refused("sample", "photos")

@@ -169,12 +169,21 @@ def test_a_run_that_waits_has_a_gauge_and_no_time_left(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "age"), [((), math.nan), (("mirrored", "mirror_failed"), 60), (("mirror_failed", "mirror_failed"), 60)]
+    ("mirror", "kinds", "age"),
+    [
+        ("m", (), math.nan),
+        ("m", ("resumed",), math.nan),
+        ("m", ("mirrored", "mirror_failed"), 120),
+        ("m", ("mirror_failed", "mirror_failed"), 120),
+        ("m", ("mirrored", "resumed"), 60),
+        ("m", ("mirrored", "resumed", "mirrored"), 0),
+        ("", ("mirrored", "resumed"), math.nan),
+    ],
 )
-def test_the_age_of_the_mirror_is_that_of_its_last_copy(tmp_path, kinds, age):
-    run = run_folder(tmp_path / "run")
+def test_the_age_of_the_mirror_is_that_of_its_last_copy_of_the_session(tmp_path, mirror, kinds, age):
+    run = run_folder(tmp_path / "run", config=f'source = "photos"\n[checkpoint]\nmirror = "{mirror}"\n')
     with (run / "events.jsonl").open("a") as events:
-        for kind, minutes in zip(kinds, (1, 0)):
+        for kind, minutes in zip(kinds, (2, 1, 0)):
             row = {"time": (datetime.now(UTC) - timedelta(minutes=minutes)).isoformat(), "step": 60, "kind": kind}
             events.write(json.dumps(row) + "\n")
     assert RunStatus.read(run).mirror_age == pytest.approx(age, abs=20, nan_ok=True)

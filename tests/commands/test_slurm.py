@@ -160,8 +160,39 @@ def test_a_container_has_the_parent_of_what_the_command_will_make(here, capsys, 
     slurm.main(request)
     said = capsys.readouterr().err
     for folder in ("/nowhere", "/other"):
-        assert f"{folder} is not on this machine; make sure that it is mounted in the container" in said
+        assert f"mount {folder} in the container (this machine does not have it, or may not look)" in said
     assert f"{mount}/runs" not in said  # it is there
+
+
+def test_a_secret_of_an_address_is_no_folder_to_mount(here, capsys):
+    source = "https://host/a.tar?Signature=/SECRETabc/def&x=1"
+    slurm.main(SlurmRequest(command=("train", source), run=Path("run"), source=source, container="a.sif"))
+    assert "SECRET" not in capsys.readouterr().err + (here / "run.sbatch").read_text()
+
+
+def test_a_batch_file_that_cannot_be_made_leaves_none(here, monkeypatch):
+    def fails(request):
+        raise PermissionError("locked")
+
+    monkeypatch.setattr(slurm, "batch_script", fails)
+    with pytest.raises(PermissionError):
+        slurm.main(SlurmRequest(command=("train", "fashion"), run=Path("run"), source="fashion"))
+    assert not (here / "run.sbatch").exists()
+
+
+def test_a_folder_that_may_not_be_entered_has_its_nearest_parent_mounted(here, monkeypatch):
+    stat = os.stat
+
+    def locked(path, *args, **words):
+        if "locked/" in str(path):
+            raise PermissionError(13, "locked")
+        return stat(path, *args, **words)
+
+    monkeypatch.setattr(os, "stat", locked)
+    words = ("train", "fashion", "--mirror", f"{here}/locked/x/y")
+    (here / "locked").mkdir()
+    script = batch_script(SlurmRequest(command=words, run=here / "run", source="fashion", container="a.sif"))
+    assert f"--bind {here} " in script  # which has the locked folder in it
 
 
 @pytest.mark.parametrize(("source", "shared"), [("fashion", "it and the images"), ("s3://bucket/{0..3}.tar", "it")])

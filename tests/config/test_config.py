@@ -1,5 +1,6 @@
 """Settings in and out of TOML, by word and by name, and what is said about mistakes."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -93,10 +94,20 @@ def test_mistakes_are_named(tmp_path, text, message):
 
 
 def test_a_function_of_python_is_refused_with_its_path():
+    def few_words():
+        return 0
+
     with pytest.raises(RequestError, match=r"loss='custom:path=textwrap\.dedent'"):
         update(Config(), {"diffusion": {"loss": textwrap.dedent}}, "")
-    with pytest.raises(RequestError, match=r"loss='custom:path=MODULE\."):
-        update(Config(), {"diffusion": {"loss": type(lambda: 0)((lambda: 0).__code__, {"__name__": "__main__"})}}, "")
+    typed = type(few_words)(few_words.__code__, {"__name__": "__main__"})
+    typed.__qualname__ = "mine"
+    with pytest.raises(RequestError, match=r"loss='custom:path=MODULE\.mine'"):
+        update(Config(), {"diffusion": {"loss": typed}}, "")
+    for nameless in (lambda: 0, few_words, functools.partial(few_words)):
+        with pytest.raises(
+            RequestError, match=r"define it with a name in a module, .* loss='custom:path=MODULE\.NAME'"
+        ):
+            update(Config(), {"diffusion": {"loss": nameless}}, "")
 
 
 def test_a_pipe_is_refused_unless_it_is_the_shells(tmp_path):

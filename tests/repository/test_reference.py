@@ -37,7 +37,7 @@ def test_remedies_are_found_where_a_check_makes_them(scripts_on_path, monkeypatc
         "    finding = partial(Finding, 'a.partial')\n"
         "    finding('hint', 'said', other(b))\n"
         "    Finding('a.fine', 'fine', 'said')\n"
-        "    exceptions(a, 'a.helper', b, 'said', 'mend it')\n"
+        "    _exceptions(a, 'a.helper', b, 'said', 'mend it')\n"
         "    return Finding.graded('a.graded', 'said', (bad, 'hint', '', remedy), (b, 'hint', '', 'stop'), facts={})\n"
         "def several(code):\n    'a.one and a.two: check both.'\n    return Finding(code, 'hint', 'said', 'wait')\n"
     )

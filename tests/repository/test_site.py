@@ -96,6 +96,10 @@ def test_pictures_lead_to_their_files_and_moving_ones_can_stand_still(builder, t
     assert shown.startswith('<img src="x.png"><article><a href="moving.webp"><picture><source ')
     assert '<source media="(prefers-reduced-motion: reduce)" srcset="moving-still.webp">' in shown
     assert shown.endswith('</a><a href="fixed.webp"><img loading="lazy" src="fixed.webp"></a></article>')
+    linked = '<article><a href="b.html"><img alt="a" src="fixed.webp"></a></article>'
+    assert builder.open_pictures(linked, tmp_path) == linked  # a link in a link is none
+    odd = builder.open_pictures('<article><img alt="a > b" src="fixed.webp"></article>', tmp_path)
+    assert odd == '<article><a href="fixed.webp"><img loading="lazy" alt="a > b" src="fixed.webp"></a></article>'
     red, _, blue = Image.open(tmp_path / "moving-still.webp").getpixel((4, 4))
     assert red < 50 < 200 < blue  # the last frame
 

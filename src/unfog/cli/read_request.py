@@ -36,7 +36,7 @@ from unfog.config.resume_rules import check_changes
 from unfog.config.schema import Config
 from unfog.config.spec_strings import quote
 from unfog.config.toml import update
-from unfog.config.validate import check_device, check_out, check_request, check_source, reason_of
+from unfog.config.validate import check_device, check_out, check_request, check_source, is_run_folder, reason_of
 from unfog.custom import consent
 from unfog.errors import RequestError
 from unfog.process.run_folder import RunFolder, next_folder
@@ -66,7 +66,8 @@ REQUESTS: dict[str, type] = {
     "completion": CompletionRequest,
     "cache": CacheRequest,
 }
-_MOST_RUNS = 1000  # of a folder that are looked at
+_MOST_NAMES = 1000  # of a folder that are looked at
+_DEEPEST = 3  # parents of a part of a run, as of checkpoints/NAME/FILE
 _FOLDER_FOR = {"doctor": "the folder of the findings", "find-lr": "the folder of the plot"}
 
 
@@ -97,6 +98,8 @@ def read_request(command: str, words: Sequence[str]) -> Any:
         request.check_without_run()
     elif hasattr(request, "run"):
         folder = _open_run(request.run, "; images need --reference SOURCE" if command == "evaluate" else "")
+        if isinstance(request, EvaluateRequest) and isinstance(request.against, Path):
+            _open_run(request.against, "; give the step of a checkpoint, such as 5000, or the folder of a run")
         if command not in ("report", "watch"):  # which are wanted of a run with a damaged config.toml too
             folder.read_config()
             check_device(getattr(request, "device", "cpu"))
@@ -241,11 +244,12 @@ def _open_run(path: Path, else_say: str = "") -> RunFolder:
 def _run_around(path: Path) -> str:
     """Name the run that a folder is a part of, as that of its checkpoints is, or the newest run in it; "" without."""
     with suppress(OSError, ValueError):
-        around = (one for one in path.parents if path.exists() and {"config.toml", "checkpoints"} <= {*os.listdir(one)})
-        if (run := next(around, None)) is not None:
+        if path.exists() and (run := next(filter(is_run_folder, path.parents[:_DEEPEST]), None)) is not None:
             return f", but a part of one; give {run}"
-        if inside := [*islice(path.glob("*/config.toml"), _MOST_RUNS)]:
-            newest = max(inside, key=lambda config: config.stat().st_mtime).parent
+        with os.scandir(path) as entries:
+            configs = [Path(entry, "config.toml") for entry in islice(entries, _MOST_NAMES)]
+        if inside := [config for config in configs if os.path.isfile(config)]:
+            newest = max(inside, key=os.path.getmtime).parent
             return f", but a folder of runs; give one of them, such as {newest}"
     return ""
 

@@ -20,10 +20,11 @@ from unfog.text import is_address, sanitize, without_secrets
 def main(request: SlurmRequest) -> int:
     """Write the batch file, print its path, and return the exit status."""
     file = request.file or Path(f"{request.run.resolve().name}.sbatch")
+    script = batch_script(request).encode()  # before the file is made, so that an error leaves no empty one
     try:
         with open_file(file, "xb", file.parent) as batch:  # a batch file that is there may have been edited
             os.chmod(batch.fileno(), 0o600)
-            batch.write(batch_script(request).encode())
+            batch.write(script)
     except FileExistsError:
         raise RequestError(f"{quote(str(file))[1:-1]} exists; give another --file, or remove it") from None
     except (OSError, ValueError) as error:
@@ -32,7 +33,7 @@ def main(request: SlurmRequest) -> int:
     say(f"  run       {request.run} ({shared} must be on a disk that all nodes share)")
     for folder in missing_folders(request):
         where = "in the container" if request.container else "on each node"
-        say(f"  first     {sanitize(folder)} is not on this machine; make sure that it is mounted {where}")
+        say(f"  first     mount {sanitize(folder)} {where} (this machine does not have it, or may not look)")
     for name, word in hide_secrets(request.command)[1].items():
         say(f"  first     export {name}={shlex.quote(without_secrets(word))} with its credentials: the file has none")
     say(f"  next      check the file, then: sbatch {shlex.quote(str(file))}")

@@ -146,6 +146,8 @@ def parse_value(annotation: Any, words: Sequence[str]) -> Any:
     if annotation == Size:
         return _size(word)
     if annotation == StepOrRun:
+        if not word.strip():  # which Path would take for the folder that we are in
+            raise FormatError(describe_mismatch(annotation, word))
         annotation = int if _WHOLE.fullmatch(word) or _THOUSANDS.fullmatch(word) else Path
     if annotation == GuidanceScale:
         if "=" in word:

@@ -216,8 +216,13 @@ def _part(words: Mapping[str, Any], value: Any, name: str) -> Any:
             raise RequestError(f"{name}: {error}") from None
         return part if part is None else _checked(part, name)
     if not isinstance(value, Mapping) or "kind" not in value:
-        known, own = ", ".join(sorted(words)), getattr(value, "__qualname__", None)
-        if callable(value) and own and "custom" in words:
+        known, own = ", ".join(sorted(words)), getattr(value, "__qualname__", f"<{type(value).__name__}>")
+        if callable(value) and "custom" in words:
+            if "<" in own:  # a lambda, a function within another, a partial
+                raise RequestError(
+                    f"{name} is {own}, which no other process can import; define it with a name in a module, and give "
+                    f"{name.rpartition('.')[2]}='custom:path=MODULE.NAME'"
+                )
             module = getattr(value, "__module__", "__main__").replace("__main__", "MODULE")
             raise RequestError(
                 f"{name} is the function or class {own}, which a run cannot store; give it by its path, in a "

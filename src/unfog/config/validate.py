@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from itertools import islice
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ from unfog.values.kinds.image_kinds import IMAGE_KINDS, image_columns
 
 # Factor of the noise from which on a step of Heun in 2 or 3 steps is refused.
 _LONGEST_STEP = 100
-_MOST_NAMES = 10_000  # of a folder that are looked at
 _TEN_YEARS = 10 * 365 * 86400
 
 
@@ -217,6 +215,11 @@ def report_dropped_levels(before: Sampler, now: Sampler) -> None:
         )
 
 
+def is_run_folder(path: Path) -> bool:
+    """Return whether a folder has what every run has, and a folder of images hardly: its config and checkpoints."""
+    return os.path.isfile(path / "config.toml") and os.path.isdir(path / "checkpoints")
+
+
 def check_source(source: str) -> None:
     """Raise RequestError if there is no such source, or an empty folder, or that of a run.
 
@@ -228,10 +231,10 @@ def check_source(source: str) -> None:
         _, location = locate(source)
         if location.form != "folder":
             return
-        names = {one.name for one in islice(Path(location.resolved).iterdir(), _MOST_NAMES)}
-        if not names:
+        folder = Path(location.resolved)
+        if next(folder.iterdir(), None) is None:
             open_source(source)  # raises with the reason
-        if {"config.toml", "checkpoints"} <= names:
+        if is_run_folder(folder):
             raise RequestError(
                 f"{quote(source)} is the folder of a run, and not of images; give the images, or go on with the run by "
                 "unfog resume"

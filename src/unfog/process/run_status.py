@@ -114,7 +114,7 @@ class RunStatus:
         best, best_step = _best(metrics, metric)
         trains = state == "running" and bool(steps) and detail not in WAITING.values()
         left = _seconds_left(metrics, steps - step) if trains else math.nan
-        mirrored = _mirror_age(events) if state in ALIVE else math.nan
+        mirrored = _mirror_age(path, events) if state in ALIVE else math.nan
         detail = sanitize(" ".join(detail.split()))
         return cls(path, state, detail, step, steps, left, metric, best, best_step, _age(path), mirrored)
 
@@ -276,11 +276,20 @@ def _is_mirror(run: Path, beat: Mapping[str, Any]) -> bool:
     return os.path.lexists(run / MIRROR_MARK) and (not beat or str(beat.get("doing")) in UNBEGUN)
 
 
-def _mirror_age(events: Sequence[Row]) -> float:
-    """Return the seconds since the last copy, or since the first one that failed before any; nan without a mirror."""
-    copies = [row.get("time") for row in events if row.get("kind") == "mirrored"][-1:]
-    failed = [row.get("time") for row in events if row.get("kind") == "mirror_failed"][:1]
-    for written in copies or failed:
+def _mirror_age(run: Path, events: Sequence[Row]) -> float:
+    """Return the seconds since the last copy, or since the first one that failed before any; nan without a mirror.
+
+    A resume starts the count again: the run may have copied nothing for a week, as it did not train.
+    """
+    copies = [row.get("time") for row in events if row.get("kind") in ("mirrored", "resumed")]
+    failed = [row.get("time") for row in events if row.get("kind") == "mirror_failed"]
+    if not failed and not any(row.get("kind") == "mirrored" for row in events):
+        return math.nan  # without a look at the settings
+    with suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
+        # The records of a run that was copied from its mirror have copies, and its settings may have no mirror.
+        if not tomllib.loads(read_file(run / "config.toml", run, _LARGEST_CONFIG).decode())["checkpoint"]["mirror"]:
+            return math.nan
+    for written in copies[-1:] or failed[:1]:
         with suppress(ValueError, TypeError):
             return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(str(written))).total_seconds())
     return math.nan

@@ -96,7 +96,7 @@ def batch_script(request: SlurmRequest) -> str:
 
 
 def missing_folders(request: SlurmRequest) -> list[str]:
-    """Return the outermost folders of paths of the command that are not on this machine, such as mounts of nodes.
+    """Return the outermost folders of paths of the command that cannot be seen here, such as mounts of nodes.
 
     A path whose parent is here, such as that of a new mirror, names none, unless the parent is the root.
     """
@@ -115,6 +115,8 @@ def _named_paths(request: SlurmRequest) -> Iterator[Path]:
         borders = [-1, *(match.start() for match in islice(re.finditer("[=:,]", text), _MOST_BORDERS)), len(text)]
         found = [place for start, end in combinations(borders, 2) for place in _places(text[start + 1 : end])]
         yield from found
+        if "://" in text:  # an address: what follows a "=" in it may be secret, and is not a path
+            continue
         for start, end in pairwise(borders):
             part = os.path.expanduser(text[start + 1 : end])
             # A name with such a border in it exists as a whole.
@@ -141,7 +143,7 @@ def _container_prefix(request: SlurmRequest) -> str:
     if not (image := request.container):
         return ""
     places = [Path.cwd(), request.run.absolute(), *_named_paths(request)]
-    folders = {next(one for one in (place, *place.parents) if one.is_dir()) for place in places} - {Path("/")}
+    folders = {next(one for one in (place, *place.parents) if os.path.isdir(one)) for place in places} - {Path("/")}
     # Only the outermost: a folder inside another is there already.
     outer = sorted(str(one) for one in folders if folders.isdisjoint(one.parents))
     if image.endswith(".sif"):
