@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from command import exit_status
-from unfog.process.run_folder import MIRROR_MARK
+from unfog.files.locks import MIRROR_MARK
 from unfog.process.run_screen import screen_lines
 from unfog.process.run_status import RunStatus, find_runs
 from unfog.reporting.records import WAITING, read_metrics

@@ -130,6 +130,13 @@ def test_a_number_that_stands_far_from_all_others_may_be_unknown(number, said):
     assert find_unknown(filled(number), named).mean() == pytest.approx(found.share)  # what it advises finds them
 
 
+def test_a_channel_with_a_wide_range_does_not_hide_the_number():
+    wide = np.random.default_rng(3).uniform(3_000, 29_000, (20, 1, 8, 8))
+    wide[np.random.default_rng(4).random(wide.shape) < 0.1] = -9999
+    found = suspect_unknown(np.concatenate([filled(-9999.0), wide], 1).astype(np.float32))
+    assert (found.value, found.end) == (-9999, "least")
+
+
 _DRAWN = np.random.default_rng(2)
 _BLACK = np.where(_DRAWN.random((20, 3, 8, 8)) < 0.6, 0, _DRAWN.integers(0, 256, (20, 3, 8, 8)))
 NO_FILLERS = {
@@ -145,6 +152,7 @@ NO_FILLERS = {
         _DRAWN.random((20, 1, 8, 8)) < 0.3, -2000, _DRAWN.uniform(-1024, 3000, (20, 1, 8, 8))
     ),
     "one outlier": filled(-9999.0, 0.0005),
+    "0 beside values clipped at 0": np.concatenate([filled(0.0), np.maximum(_DRAWN.normal(0, 1, (20, 1, 8, 8)), 0)], 1),
     "of one channel": np.concatenate([filled(-9999.0), _DRAWN.normal(0, 1, (20, 1, 8, 8))], 1),
     "constant": np.full((20, 1, 8, 8), -9999.0),
 }

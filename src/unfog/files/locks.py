@@ -31,6 +31,7 @@ except ImportError:  # Windows
     _HAS_FLOCK = False
 
 LOCK = ".lock"  # file in a locked folder; one that a killed process left behind locks nothing
+MIRROR_MARK = ".mirror"  # file in a mirror of a run that names the run
 
 _TRIES = 100
 _BRIEF_TRIES = 5  # for a lock that is only an aid

@@ -29,6 +29,8 @@ from unfog.pipeline.sample_folder import SampleFolder
 from unfog.reporting.image_grids import grid
 from unfog.reporting.progress import say, warn
 from unfog.text import plural
+from unfog.values.colour_map import COLOUR_MAPS, GREY
+from unfog.values.image_format import parse_view
 
 MeasureInput = str | PathLike[str] | Callable[[Tensor], Tensor]
 ObservedInput = str | PathLike[str] | NDArray[Any] | Tensor
@@ -321,6 +323,10 @@ def write_posterior(folder: SampleFolder, config: Config, measurement: Measureme
 
     shown = grid(config.view(format.to_pictures(x0)))
     folder.save("mean", mean, with_legend(shown, config, hides, value, f"mean of {folder.count:,} draws"))
+    view = parse_view(config.preview.view)
+    if hides and view.colours == GREY and len(shown_channels := format.shown(view.channels)) == 1:
+        # In grey, a deviation of 0 would be black as well.
+        config = config.with_view(f"{shown_channels[0]}:{COLOUR_MAPS[-1]}")
     # The lowest colour is a deviation of 0, and the highest the largest of each channel.
     largest = np.fmax.reduce(deviation, (0, 1)).clip(np.finfo(np.float32).tiny)
     scaled = torch.from_numpy((2 * deviation / largest - 1).transpose(2, 0, 1)[None])

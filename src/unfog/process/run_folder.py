@@ -36,7 +36,6 @@ from unfog.text import sanitize
 
 # Folder in a run with its copy of the autoencoder, or in an autoencoder's run with the result.
 AUTOENCODER_FOLDER = "codec"
-MIRROR_MARK = ".mirror"  # file in a mirror that names its run
 _PICTURES = ("samples", "denoising", CHANNELS)  # folders of a run
 _FROM_PYTHON = re.compile(r"-[0-9a-f]{32}\.(npz|images)$")  # end of the name of images that were given as objects
 _LAUNCH_FILE = "launch"  # in a run: names the launch by torchrun that created it

@@ -15,9 +15,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from unfog.files.locks import MIRROR_MARK
 from unfog.files.safe_files import disk_usage, read_file
 from unfog.process.heartbeat import Heartbeat
-from unfog.process.run_folder import MIRROR_MARK, RunFolder
+from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import format_duration
 from unfog.reporting.records import (
     ALIVE,

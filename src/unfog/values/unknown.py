@@ -66,8 +66,9 @@ class Suspect(NamedTuple):
 def suspect_unknown(values: NDArray[Any]) -> Suspect | None:
     """Return the number that may stand for unknown values in finite images [N, C, H, W]; None without one.
 
-    It is the least or the largest value of each channel, and one in a thousand values or more. In each channel the
-    others take many values, and their whole range is less than their distance from it.
+    It is the least or the largest value of each channel, and one in a thousand values or more. In a channel
+    the others take many values, and their whole range is less than their distance from it. Of 0, which images have for
+    many reasons, this holds in every channel.
     """
     import numpy as np
 
@@ -76,7 +77,8 @@ def suspect_unknown(values: NDArray[Any]) -> Suspect | None:
         shares = [float((values[:, c] == ends[0]).mean()) for c in range(values.shape[1])] if len({*ends}) == 1 else [0]
         if min(shares) < _LEAST_SUSPECTED:
             continue
-        if all(_is_far(values[:, c], ends[0]) for c in range(values.shape[1])):
+        far = [_is_far(values[:, c], ends[0]) for c in range(values.shape[1])]
+        if all(far) or (any(far) and ends[0] != 0):
             return Suspect(ends[0], sum(shares) / len(shares), end)
     return None
 

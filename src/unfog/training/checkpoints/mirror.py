@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unfog.errors import RequestError
+from unfog.files.locks import MIRROR_MARK
 from unfog.files.safe_files import (
     LARGEST_TEXT,
     make_folder,
@@ -29,7 +30,6 @@ from unfog.files.safe_files import (
     replace_file,
     write_atomic,
 )
-from unfog.process.run_folder import MIRROR_MARK
 from unfog.text import is_address
 from unfog.training.checkpoints import rotation
 from unfog.training.checkpoints.format import CONFIG, MANIFEST, CheckpointInfo, list_checkpoints, run_of
