@@ -302,7 +302,7 @@ TABLE = [
     ("train fashion --every 8", "--log.every or --preview.every"),
     ("train fashion --sampler dim", "did you mean ddim"),
     ("train fashion --strip", "--strip is not a flag of unfog train, but of unfog sample"),
-    ("train fashion --optimizer.clip 0", "did you mean --training.clip?"),
+    ("train fashion --optimizer.clip 0", "did you mean --data.clip or --training.clip or"),
     ("sample run --lr 1", "not a flag of unfog sample, but of unfog train, unfog resume, unfog train-autoencoder"),
     ("report run --lr 1", "not a flag of unfog report"),
     ("train fashion --zzz", "see unfog train --help"),
