@@ -161,7 +161,7 @@ def _read_table(source: Source, place: str, names: Sequence[str]) -> tuple[Label
         raise MissingColumnError(
             f"condition = {', '.join(map(sanitize, names))}: {sanitize(source.name)} has no such column, and no "
             f"metadata.csv, .jsonl or .parquet{files}; {told}give a table with a row for each image: --condition "
-            f"TABLE.csv:{','.join(map(sanitize, names))}"
+            f"TABLE.csv:{','.join(sanitize(name.removesuffix('.npy')) for name in names)}"
         )
     errors = list[RequestError]()
     for table in tables:
