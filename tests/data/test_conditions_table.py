@@ -146,6 +146,11 @@ def test_a_table_that_does_not_fit_is_refused(table, said, tmp_path):
         with_conditions(source, "age")
 
 
+def test_a_column_that_is_advised_has_not_the_name_of_a_file(tmp_path):
+    with pytest.raises(RequestError, match=r"amp\.npy.*no such column.*--condition TABLE\.csv:amp$"):
+        with_conditions(open_source(str(folder(tmp_path / "a"))), "amp.npy")
+
+
 def test_a_table_of_a_million_columns_has_a_short_message(tmp_path):
     names = ",".join(f"c{i}" for i in range(1_000_000))
     path = folder(tmp_path / "a", f"file_name,{names}\n")
