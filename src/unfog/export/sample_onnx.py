@@ -40,8 +40,7 @@ def sample(model, sessions, noise, label=None, columns=(), negative=()):  # labe
         if guidance != 1 and low <= level["sigma"] / (level["alpha"] + level["sigma"]) <= high:
             x0 = guidance * x0 + (1 - guidance) * predict(x, level, hidden)
         x0 = x0.clip(-1, 1) if model["sampler"]["clip"] else x0
-        hides = model["mask"] and not last  # or unknown pixels, which are NaN, spread
-        return np.nan_to_num(x0, nan=0.0, posinf=np.inf, neginf=-np.inf) if hides else x0
+        return np.nan_to_num(x0, posinf=np.inf, neginf=-np.inf) if model["mask"] and not last else x0  # NaN spreads
 
     levels, x, before = model["levels"], model["levels"][0]["sigma"] * noise, None
     for now, then in pairwise(levels):

@@ -38,8 +38,7 @@ def sample(model, network, noise, label=None, columns=(), negative=()):  # label
         if guidance != 1 and low <= now["sigma"] / (now["alpha"] + now["sigma"]) <= high:
             x0 = guidance * x0 + (1 - guidance) * predict(hidden)
         x0 = x0.clamp(-1, 1) if model["sampler"]["clip"] else x0
-        hides = model["mask"] and then["sigma"]  # or unknown pixels, which are NaN, spread
-        x0 = guess = x0.nan_to_num(0, math.inf, -math.inf) if hides else x0
+        x0 = guess = x0.nan_to_num(0, math.inf, -math.inf) if model["mask"] and then["sigma"] else x0  # NaN spreads
         if before and before[0]["alpha"] and model["sampler"]["kind"] == "dpmpp" and then["sigma"]:  # else DDIM
             a, b, c = (math.log(level["alpha"] / level["sigma"]) for level in (before[0], now, then))
             guess = x0 + (c - b) / (b - a) / 2 * (x0 - before[1])
