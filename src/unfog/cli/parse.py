@@ -262,10 +262,9 @@ def _about_unknown(spelled: str, flags: Mapping[str, _Flag], prog: str, others: 
     if advice is not None and _is_for(advice.text, prog, flags):
         return "", advice.text
     meant = meant or [flag for flag in flags if flag.startswith(f"{named}.") and ".no-" not in flag]
-    meant = meant or [flag for flag in flags if last and flag.rpartition(".")[2] == last]
-    meant = meant or [flag for flag in (f"--{last.rpartition('.')[2]}",) if flag in flags]  # --sampler.steps: --steps
-    # Of --optimizer.clip, --training.clip.
-    meant = meant or [flag for flag in flags if "." in last and flag.rpartition(".")[2] == last.rpartition(".")[2]]
+    own = last.rpartition(".")[2]
+    meant = meant or [flag for flag in (f"--{own}",) if flag in flags]  # of --sampler.steps, --steps
+    meant = meant or [flag for flag in flags if own and flag.rpartition(".")[2] == own]  # --optimizer.clip: --data.clip
     theirs = _joined(owners)
     # A flag of another command is meant as it is, unless one here is spelled nearly the same.
     meant = meant or difflib.get_close_matches(named[:40], flags, n=1, cutoff=0.9 if theirs else 0.7)

@@ -275,6 +275,10 @@ class Config:
         """Default guide of samples: none if guidance by conditions is possible."""
         return "none" if self._guided_by_conditions else self.guide
 
+    def is_guided_at(self, step: int) -> bool:
+        """Return True if samples of a step are guided by default: a snapshot of the EMA is early enough for it."""
+        return self.usual_guide == "auto" and 0 < self.ema_snapshots.every <= GUIDE_SHARE * step
+
     @property
     def _guided_by_conditions(self) -> bool:
         return self.conditions.can_be_dropped and self.label_dropout > 0

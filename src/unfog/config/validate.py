@@ -216,7 +216,7 @@ def report_dropped_levels(before: Sampler, now: Sampler) -> None:
 
 
 def is_run_folder(path: Path) -> bool:
-    """Return whether a folder has what every run has, and a folder of images hardly: its config and checkpoints."""
+    """Return whether a folder is that of a run: it has config.toml and checkpoints/, as a folder of images has not."""
     return os.path.isfile(path / "config.toml") and os.path.isdir(path / "checkpoints")
 
 

@@ -414,7 +414,7 @@ class Fit(NamedTuple):
     """Width and height, before a quarter turn by the orientation."""
 
     @classmethod
-    def of(cls, width: int, height: int, format: ImageFormat, orientation: int) -> Fit:
+    def of(cls, width: int, height: int, format: ImageFormat, orientation: int = 1) -> Fit:
         """Return the fit of an image of these stored sides, which its EXIF orientation turns afterwards."""
         across, down = format.width, format.height
         if orientation >= _QUARTER_TURN:

@@ -20,6 +20,7 @@ from unfog.evaluation.features import Features
 Z = 1.959964
 _FEW = 10_000  # images below which a Frechet distance is marked as biased
 _ENTRIES = 2**24  # distances in memory at once: 128 MB
+BRACKETS = " [{:.4g}, {:.4g}]"  # of an interval behind its value
 _INSIDE = 1 - 1e-9  # of a squared radius: what is on the surface may be below it by rounding
 
 
@@ -47,9 +48,13 @@ class MetricResult:
     real_high: float | None = None
     """The largest of `real` over random halves."""
 
+    def interval(self, form: str = "{:.4g} to {:.4g}") -> str:
+        """Return the 95% interval as text; "" if it is unknown."""
+        return "" if self.low is None or self.high is None else form.format(self.low, self.high)
+
     def __str__(self) -> str:
         value = "refused" if self.value is None else f"{self.value:.4g}"
-        within = "" if self.low is None or self.high is None else f" [{self.low:.4g}, {self.high:.4g}]"
+        within = self.interval(BRACKETS)
         parts = [
             f"n = {self.n:,}",
             f"reference {self.n_reference:,}",

@@ -24,7 +24,7 @@ from unfog.errors import RunError
 from unfog.evaluation.condition_worth import ConditionWorth
 from unfog.evaluation.image_agreement import ImageAgreement
 from unfog.evaluation.judged_kinds import ConditionScore
-from unfog.evaluation.metrics import MetricResult
+from unfog.evaluation.metrics import BRACKETS, MetricResult
 from unfog.files.safe_files import LARGEST_TEXT, make_folder, read_file, write_atomic
 from unfog.files.seals import is_sealed, seal_of, seal_of_object
 from unfog.inference.compare_images import Comparison, real_text
@@ -135,7 +135,9 @@ class Evaluation:
         raise KeyError(metric)
 
     def __repr__(self) -> str:
-        named = [f"{one.metric} {one.value:.4g}{_interval(one)}" for one in self.measured if one.value is not None]
+        named = [
+            f"{one.metric} {one.value:.4g}{one.interval(BRACKETS)}" for one in self.measured if one.value is not None
+        ]
         metrics = ", ".join([*named, *(f"{one.condition} {one.measure} {one.value:.4g}" for one in self.obeys)])
         what = "images" if self.step is None else f"step {self.step:,}"
         return f"<evaluation of {what}: {metrics or 'no metrics'}>"
@@ -224,15 +226,10 @@ def describe_sampling(drawn: Mapping[str, Any], without: str = "") -> str:
     return ", ".join(text for name, text in spelled if name != without)
 
 
-def _interval(one: MetricResult) -> str:
-    return "" if one.low is None or one.high is None else f" [{one.low:.4g}, {one.high:.4g}]"
-
-
 def _table_row(one: MetricResult) -> tuple[str, ...]:
-    within = "" if one.low is None or one.high is None else f"{one.low:.4g} to {one.high:.4g}"
     value = "refused" if one.value is None else f"{one.value:.4g}"
     reference = f"{one.n_reference:,}" if one.n_reference else "-"
-    return one.metric, value, within, real_text(one, 4), f"{one.n:,}", reference, one.features, one.resize
+    return one.metric, value, one.interval(), real_text(one, 4), f"{one.n:,}", reference, one.features, one.resize
 
 
 def _obeys_row(one: ConditionScore) -> tuple[str, ...]:

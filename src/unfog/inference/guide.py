@@ -74,8 +74,7 @@ def resolve_guidance(
 
 def is_guided_by_itself(run: LoadedRun) -> bool:
     """Return whether samples of a run are guided by its own earlier EMA, unless another guide is asked for."""
-    every = run.config.ema_snapshots.every
-    return run.weights == "ema" and run.config.usual_guide == _AUTO and 0 < every <= GUIDE_SHARE * run.step
+    return run.weights == "ema" and run.config.is_guided_at(run.step)
 
 
 def _usual_guide(run: LoadedRun) -> tuple[Denoiser | None, str]:

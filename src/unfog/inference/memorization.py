@@ -158,7 +158,7 @@ class Nearness(NamedTuple):
 
 
 def check_memorization(drawn: Pixels, matches: Pixels, search: Nearness) -> Finding:
-    """Compare, for run.memorised, generated images [N, H, W, C] with the training image nearest to each."""
+    """Compare generated images [N, H, W, C] with the training image nearest to each: the finding run.memorised."""
     ratio, usual, what, searched = search.found.ratio, search.unseen.ratio, search.what, search.searched
     limit, (share, expected, certain) = COPY, search.copy_shares(COPY)
     related = expected

@@ -32,7 +32,14 @@ from unfog.inference.samples import Samples
 from unfog.pipeline.edit_images import ImageInput, build_edit, edit_size
 from unfog.pipeline.generate import GenerationSettings, generate_batches
 from unfog.pipeline.given_images import read_grid, read_pictures
-from unfog.pipeline.measurement import MeasureInput, Measurement, ObservedInput, build_measurement, say_misfit
+from unfog.pipeline.measurement import (
+    MeasureInput,
+    Measurement,
+    ObservedInput,
+    as_input,
+    build_measurement,
+    say_misfit,
+)
 from unfog.process.device import available_memory
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.notebook import table
@@ -215,7 +222,7 @@ class Run(LoadedRun):
         none = run.config.image_format.empty()  # where it was stopped at once
         made = np.concatenate(samples or [none])
         if prepared.measurement is not None and len(made):
-            say_misfit(run.config, prepared.measurement, made)
+            say_misfit(prepared.measurement, (as_input(run.config, one) for one in made))
         whole = prepared.cells is not None and len(made) == prepared.cells.cells
         return Samples.of(made, ", ".join(run.sampled), prepared.cells if whole else None)
 

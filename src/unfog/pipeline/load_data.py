@@ -22,7 +22,7 @@ from unfog.data.columns.image_setting import split_images
 from unfog.data.columns.made import add_made, suits_factor
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.full_depth.choice import kept_line
-from unfog.data.full_depth.fit import fit_values, suspect_filler
+from unfog.data.full_depth.fit import fit_values
 from unfog.data.prepare import prepare
 from unfog.data.scan import MIN_TO_HOLD_OUT
 from unfog.data.settings import Data, bytes_of
@@ -170,9 +170,7 @@ def _keep_values(config: Config, dataset: Dataset) -> Dataset:
     _check_for_pictures(config, dataset.settings)
     if is_auto(config.data, "dtype") and not config.data.requested_dtype:
         say(f"  {kept_line(dataset.settings.image_format)}")
-    if not dataset.settings.map_values and (suspect := suspect_filler(dataset)) is not None:
-        warn(str(suspect))
-    dataset, lines = fit_values(dataset)
+    dataset, lines = fit_values(dataset, lambda suspect: warn(str(suspect)))
     for line in lines:
         say(f"  {line}")
     return dataset

@@ -302,9 +302,12 @@ def moments(draws: Iterator[NDArray[Any]]) -> tuple[NDArray[np.float32], NDArray
 def write_posterior(folder: SampleFolder, config: Config, measurement: Measurement) -> None:
     """Write mean and deviation of the draws in a folder, in the units of the source, and say how they fit y."""
     format = config.image_format
-    say_misfit(config, measurement, (folder.values(i) for i in range(folder.count)))
-    inputs = (_as_input(config, folder.values(i))[0] for i in range(folder.count))
-    beyond = [max(_beyond_training(config, x0), default=0.0) for x0 in inputs]
+
+    def inputs() -> Iterator[Tensor]:  # one in memory at a time
+        return (as_input(config, folder.values(i)) for i in range(folder.count))
+
+    say_misfit(measurement, inputs())
+    beyond = [max(_beyond_training(config, x0[0]), default=0.0) for x0 in inputs()]
     if max(beyond) > _FAR:
         _warn_of_values(folder, config, beyond)
     if folder.count < 2:
@@ -340,13 +343,13 @@ def write_posterior(folder: SampleFolder, config: Config, measurement: Measureme
     )
 
 
-def say_misfit(config: Config, measurement: Measurement, draws: Iterable[NDArray[Any]]) -> None:
-    """Say how draws [H, W, C] fit what was measured, in deviations of its noise."""
+def say_misfit(measurement: Measurement, inputs: Iterable[Tensor]) -> None:
+    """Say how draws, as the network's images [1, C, H, W], fit what was measured, in deviations of its noise."""
     device = measurement.observation.observed.device
-    say(f"  {measurement.misfit(_as_input(config, draw).to(device) for draw in draws)}")
+    say(f"  {measurement.misfit(x0.to(device) for x0 in inputs)}")
 
 
-def _as_input(config: Config, values: NDArray[Any]) -> Tensor:
+def as_input(config: Config, values: NDArray[Any]) -> Tensor:
     """Return an image [H, W, C] in the units of the source as the network's [1, C, H, W]."""
     return config.image_format.to_model(torch.from_numpy(values.transpose(2, 0, 1)[None].copy()))
 
@@ -370,7 +373,7 @@ def _warn_of_values(folder: SampleFolder, config: Config, beyond: Sequence[float
     """Warn of draws that leave the training values by these shares of their range."""
     number = int(np.argmax(beyond))
     draw = folder.values(number)
-    x0 = _as_input(config, draw)[0]
+    x0 = as_input(config, draw)[0]
     channel = int(np.argmax(_beyond_training(config, x0)))
     values = draw[..., channel][~x0[channel].isnan().numpy()]
     low, high = config.data.range_in_training[channel]

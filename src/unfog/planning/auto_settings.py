@@ -46,6 +46,7 @@ _COMPILES_BY_ITSELF = False
 _COMPILE_SECONDS = 0.08  # for each operation of a step: some 90 s for `cifar10`. Estimated.
 _LONG = 4  # times as many steps as a compiled run needs to be ahead
 
+SAID_START = 0.1  # share of a time budget above which the time of the start is said
 _LONG_START = 0.75  # share of a time budget above which the start is warned of
 _FEW_STEPS = 20  # below which a time budget is short
 _LEAST_STEPS = 200  # of the longer budget that is named: a loss is seen to fall, but no more
@@ -439,7 +440,7 @@ def _warn_of_short_budget(budget: str, spent: float, step_seconds: float, steps:
         return
     minutes = math.ceil(max(5 * spent, spent + _LEAST_STEPS * step_seconds if few else 0.0) / 60)
     longer = f"{minutes}m" if minutes < 120 else f"{math.ceil(minutes / 60)}h"
-    took = f"the start took {format_duration(spent)}" if spent > 0.1 * parse_duration(budget) else ""
+    took = f"the start took {format_duration(spent)}" if spent > SAID_START * parse_duration(budget) else ""
     reasons = " and ".join(filter(None, [took, f"a step takes {step_seconds:.2g} s" * few]))
     warn(
         f"--budget {budget} is enough for {'only ' * few}{plural(max(1, steps), 'step')}: {reasons}; "

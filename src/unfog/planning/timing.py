@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from unfog.config.schema import GUIDE_SHARE, Config
+from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.data.stream import ImageStream
 from unfog.device.compilation import compile_errors_explained
@@ -47,9 +47,9 @@ _PORTIONS = 3  # of the steps that are timed: the median leaves out a slow momen
 # Cores below which a machine is called busy: the thread that trains never waits for long, and would have one to itself.
 _BUSY = 0.7
 _MOST_STEPS = 200  # in a portion
-# Operations of a step from which on it may take long on a CPU; seconds from which on its time is estimated if that is
-# allowed; and the images of the steps that are timed then.
-_LARGE, _LONGEST, _FEW = 5e11, 15.0, 4
+_LARGE = 5e11  # operations of a step from which on it may take long on a CPU
+_LONGEST = 15.0  # seconds of a step from which on its time may be estimated
+_FEW = 4  # images of the steps that are timed in place of it
 _SAMPLES = (16, 64, 10_000, 50_000)  # whose times are listed: a grid to look at, and the usual numbers for metrics
 # Floating-point operations of a step that takes minutes on a CPU, so that it is predicted instead of timed.
 TOO_SLOW = 2e13
@@ -191,8 +191,8 @@ def run_times(config: Config, step: TimeRange, call: TimeRange, held_out: int) -
 def _usual_drawing(config: Config, steps: int) -> GenerationSettings:
     """Return how `unfog sample` draws from a run of so many steps: guided, if a snapshot is early enough for it."""
     drawing = GenerationSettings.default(config, 1, 1)
-    has_guide = config.usual_guide == "auto" and 0 < config.ema_snapshots.every <= GUIDE_SHARE * steps
-    return replace(drawing, guidance=2.0) if has_guide else drawing  # of any scale, as only 1 turns guidance off
+    # Of any scale, as only 1 turns guidance off.
+    return replace(drawing, guidance=2.0) if config.is_guided_at(steps) else drawing
 
 
 def seconds_per_call(config: Config, device: torch.device, precision: SamplingPrecision = AUTO) -> float:

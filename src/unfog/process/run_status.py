@@ -222,19 +222,27 @@ def find_runs(folder: Path) -> list[Path]:
 
 def broken_checkpoints(run: Path) -> tuple[Path, ...]:
     """Return the checkpoints that were set aside in a run. A linked folder of checkpoints is not looked into."""
+    return tuple(_in_checkpoints(run, lambda entry: entry.name.startswith(_BROKEN)))
+
+
+def _in_checkpoints(run: Path, wanted: Callable[[os.DirEntry[str]], bool]) -> list[Path]:
+    """Return the wanted entries of the folder of checkpoints; none of a link, or of a folder that cannot be read."""
     checkpoints = RunFolder(run).checkpoints
     if os.path.islink(checkpoints):
-        return ()
-    with suppress(OSError), os.scandir(checkpoints) as entries:
-        names = [entry.name for entry in islice(entries, _MOST_ENTRIES) if entry.name.startswith(_BROKEN)]
-        return tuple(checkpoints / name for name in sorted(names))
-    return ()
+        return []
+    with suppress(OSError):
+        return _entries(checkpoints, wanted)
+    return []
+
+
+def _entries(folder: Path, wanted: Callable[[os.DirEntry[str]], bool]) -> list[Path]:
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in islice(entries, _MOST_ENTRIES) if wanted(entry)]
+    return [folder / name for name in sorted(names)]
 
 
 def _folders(folder: Path) -> list[Path]:
-    with os.scandir(folder) as entries:
-        names = [entry.name for entry in islice(entries, _MOST_ENTRIES) if _is_folder(entry)]
-    return [folder / name for name in sorted(names)]
+    return _entries(folder, _is_folder)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -264,7 +272,7 @@ def best_metric(path: Path) -> str:
 
 def _exported_step(run: Path) -> int | None:
     """Return the step of the weights in an export (`--format run`), which trains no further; None for another run."""
-    for place in _folders_in(RunFolder(run).checkpoints):
+    for place in _in_checkpoints(run, _is_folder):
         with suppress(OSError, ValueError, RecursionError, TypeError, KeyError, ArithmeticError):
             manifest = json.loads(read_file(place / "manifest.json", run, _LARGEST_MANIFEST))
             if set(manifest["files"]) == _EXPORTED_FILES:
@@ -278,9 +286,9 @@ def _is_mirror(run: Path, beat: Mapping[str, Any]) -> bool:
 
 
 def _mirror_age(run: Path, events: Sequence[Row]) -> float:
-    """Return the seconds since the last copy, or since the first one that failed before any; nan without a mirror.
+    """Return the seconds since the newest copy to the mirror, or since the first failure if none was made; else nan.
 
-    A resume starts the count again: the run may have copied nothing for a week, as it did not train.
+    A resume starts the count again, as a run that stands still copies nothing.
     """
     copies = [row.get("time") for row in events if row.get("kind") in ("mirrored", "resumed")]
     failed = [row.get("time") for row in events if row.get("kind") == "mirror_failed"]
@@ -294,14 +302,6 @@ def _mirror_age(run: Path, events: Sequence[Row]) -> float:
         with suppress(ValueError, TypeError):
             return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(str(written))).total_seconds())
     return math.nan
-
-
-def _folders_in(checkpoints: Path) -> list[Path]:
-    if os.path.islink(checkpoints):
-        return []
-    with suppress(OSError):
-        return _folders(checkpoints)
-    return []
 
 
 def _best(metrics: Sequence[Row], metric: str) -> tuple[float, int | None]:

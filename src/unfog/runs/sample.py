@@ -75,13 +75,11 @@ def _sample(request: SampleRequest, stored: Config, load: Callable[[], Run]) -> 
         stored.conditions.parse(stored.conditions.with_label({}, request.label))  # raises for an unknown class
     # Imported only now, as torch takes seconds: a wrong request is refused before.
     from unfog.pipeline.denoising_pictures import DenoisingAnimation, DenoisingStrip
-    from unfog.pipeline.edit_images import build_edit, edit_size
+    from unfog.pipeline.edit_images import build_edit
     from unfog.pipeline.measurement import write_posterior
 
-    nearest = edit_size(stored, request.image) if request.image and not request.size else 0
-    if nearest:
-        say(f"  size = {nearest}: of the buckets of the run, the one nearest to the shape of the image")
-        stored = stored.at_size(nearest)
+    nearest = _nearest_size(request, stored)
+    stored = stored.at_size(nearest) if nearest else stored
     stored = stored.with_view(request.view) if request.view else stored
     prompts = request.read_prompts()
     words = _words_of_conditions(request, stored, prompts)
@@ -121,6 +119,16 @@ def _sample(request: SampleRequest, stored: Config, load: Callable[[], Run]) -> 
             save_given_table(out, run.config.conditions, prepared.generation.given, files)
         write_grid(folder, run.config, edited, strip, cells)
     return out
+
+
+def _nearest_size(request: SampleRequest, stored: Config) -> Size:
+    """Return the size of the bucket that suits the image of an edit, and say it; 0 for that of the run."""
+    from unfog.pipeline.edit_images import edit_size
+
+    nearest = edit_size(stored, request.image) if request.image and not request.size else 0
+    if nearest:
+        say(f"  size = {nearest}: of the buckets of the run, the one nearest to the shape of the image")
+    return nearest
 
 
 def _animate(file: Path, denoising: DenoisingAnimation | None, folder: SampleFolder) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 
 from unfog.config.schema import Config
 from unfog.errors import RequestError
+from unfog.planning.auto_settings import SAID_START
 from unfog.planning.pace import CallTimes, Pace
 from unfog.planning.timing import forward_passes, repetitions
 from unfog.reporting.progress import format_duration
@@ -23,7 +24,6 @@ _TOLERANCE = 0.01  # share of the budget by which the end may move without a new
 _TOLERANCE_LEFT = 0.05  # the same as a share of what is left, as the pace is no more certain than that
 _TRUST = 0.05  # share of the budget that the schedule of one plan may be ahead of the time
 _NOTABLE, _NOTABLE_SHARE = 2.0, 0.002  # seconds, and share of the budget, from which on a pause is said
-_SAID_START = 0.1  # share of the budget from which on the time of the start is said
 _AIM, _MOST = 0.08, 0.1  # share of previews, evaluation and checkpoints; the end may take what is between the two
 _LEISURE = 0.7  # of the aim: only below it they come more often again, or it would go up and down
 _SETTLED = 0.25  # share of the budget from which on a plan says how long the run will be
@@ -73,7 +73,7 @@ class TimeBudget:
     def describe_start(self, recorded: float) -> str:
         """Describe how long the start took, before the `recorded` seconds of the session; "" if that is little."""
         spent = self._clock() - self._began - recorded
-        return f"; starting up took {format_duration(spent)}" if spent > _SAID_START * self.seconds else ""
+        return f"; starting up took {format_duration(spent)}" if spent > SAID_START * self.seconds else ""
 
     @property
     def step_seconds(self) -> float:

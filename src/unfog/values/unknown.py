@@ -54,21 +54,29 @@ class Suspect(NamedTuple):
     end: str
     """least or largest"""
 
-    def __str__(self) -> str:
-        number = f"{self.value:.9g}"
+    @property
+    def evidence(self) -> str:
+        """A sentence on how the number stands out."""
         return (
-            f"exactly {number} is the {self.end} value of every channel, in {self.share:.1%} of the values, and stands "
-            f"far from the others; if it means unknown, as a background of images does not, give "
-            f"--data.unknown={number}"
+            f"exactly {self.value:.9g} is the {self.end} value of every channel, in {self.share:.1%} of the values, "
+            "and stands far from the others"
         )
+
+    @property
+    def remedy(self) -> str:
+        """The setting for the case that it stands for unknown values."""
+        return f"if it means unknown, as a background of images does not, give --data.unknown={self.value:.9g}"
+
+    def __str__(self) -> str:
+        return f"{self.evidence}; {self.remedy}"
 
 
 def suspect_unknown(values: NDArray[Any]) -> Suspect | None:
     """Return the number that may stand for unknown values in finite images [N, C, H, W]; None without one.
 
-    It is the least or the largest value of each channel, and one in a thousand values or more. In a channel
-    the others take many values, and their whole range is less than their distance from it. Of 0, which images have for
-    many reasons, this holds in every channel.
+    It is the least or the largest value of each channel, and one in a thousand values or more. In one channel
+    at least the others take many values, and their whole range is less than their distance from it. Images have 0 for
+    many reasons, so 0 is suspected only if this holds in every channel.
     """
     import numpy as np
 

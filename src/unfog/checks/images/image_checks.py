@@ -115,8 +115,8 @@ def _check_suspect(prepared: Dataset) -> Finding:
     suspect = suspect_filler(prepared)
     if suspect is None:
         return Finding("data.unknown", "fine", "all values are known, and none stands far from all others")
-    evidence, _, remedy = str(suspect).partition("; ")
-    return Finding("data.unknown", "warning", evidence, remedy, {"value": suspect.value, "share": suspect.share})
+    facts = {"value": suspect.value, "share": suspect.share}
+    return Finding("data.unknown", "warning", suspect.evidence, suspect.remedy, facts)
 
 
 def _check_all_equal(scan: ImageScan) -> Finding:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import ComputedPixels, Dataset, ImageSet, PixelArray, skipped_images, take_with_rows
+from unfog.data.decode import Fit
 from unfog.values.columns import Column
 from unfog.values.image_format import ImageFormat, Size
 from unfog.values.kinds.image_kinds import IMAGE_KINDS
@@ -21,8 +22,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-Fit = Callable[[NDArray[np.uint8], ImageFormat], NDArray[np.uint8]]
-"""Brings images [B, C, H, W] to the height and width of a format."""
+def _resized(values: NDArray[Any], sides: tuple[int, ...], smooth: bool = True) -> Tensor:
+    """Return values [B, C, H, W] as float32 at other sides; without `smooth` by the nearest pixel."""
+    import torch
+    from torch.nn.functional import interpolate
+
+    floats = torch.from_numpy(np.ascontiguousarray(values)).float()
+    if smooth:
+        return interpolate(floats, sides, mode="bilinear", antialias=True, align_corners=False)
+    return interpolate(floats, sides, mode="nearest-exact")
+
+
+def scale(pixels: NDArray[np.uint8], format: ImageFormat) -> NDArray[np.uint8]:
+    """Scale images [B, C, H, W] to the height and width of a format."""
+    if pixels.shape[2:] == format.shape[1:]:
+        return pixels
+    result: NDArray[np.uint8] = format.values.rounded(_resized(pixels, format.shape[1:])).numpy()
+    return result
+
+
+def cover(pixels: NDArray[np.uint8], format: ImageFormat) -> NDArray[np.uint8]:
+    """Crop images [B, C, H, W] at their centre to the shape of a format, and scale them to its height and width."""
+    fit = Fit.of(pixels.shape[3], pixels.shape[2], format)
+    left, top = ((whole - part) // 2 for whole, part in zip(fit.original, fit.kept))
+    return scale(pixels[:, :, top : top + fit.kept[1], left : left + fit.kept[0]], format)
 
 
 @dataclass(frozen=True)
@@ -51,8 +74,13 @@ class BucketPixels(ComputedPixels):
     For checks and pictures of a whole set. Training reads the sets themselves.
     """
 
-    def __init__(self, parts: Sequence[PixelArray], format: ImageFormat, fit: Fit | None = None) -> None:
-        self.parts, self._format, self._fit = parts, format, fit or scale
+    def __init__(
+        self,
+        parts: Sequence[PixelArray],
+        format: ImageFormat,
+        fit: Callable[[NDArray[np.uint8], ImageFormat], NDArray[np.uint8]] = scale,
+    ) -> None:
+        self.parts, self._format, self._fit = parts, format, fit
         self._rows = Rows(tuple(map(len, parts)))
         self.shape, self.dtype = (sum(self._rows.lengths), *format.shape), format.dtype
 
@@ -125,37 +153,6 @@ def scale_values(values: NDArray[Any], kind: str, sides: tuple[int, ...]) -> NDA
     found = _resized(values, sides, IMAGE_KINDS[kind].smooth).numpy()
     result: NDArray[Any] = (found.round() if values.dtype.kind in "iu" else found).astype(values.dtype)
     return result
-
-
-def scale(pixels: NDArray[np.uint8], format: ImageFormat) -> NDArray[np.uint8]:
-    """Scale images [B, C, H, W] to the height and width of a format."""
-    if pixels.shape[2:] == format.shape[1:]:
-        return pixels
-    result: NDArray[np.uint8] = format.values.rounded(_resized(pixels, format.shape[1:])).numpy()
-    return result
-
-
-def cover(pixels: NDArray[np.uint8], format: ImageFormat) -> NDArray[np.uint8]:
-    """Crop images [B, C, H, W] at their centre to the shape of a format, and scale them to its height and width."""
-    height, width = pixels.shape[2:]
-    # The largest part of that shape, in whole pixels.
-    kept = (
-        max(1, min(height, round(width * format.height / format.width))),
-        max(1, min(width, round(height * format.width / format.height))),
-    )
-    top, left = (height - kept[0]) // 2, (width - kept[1]) // 2
-    return scale(pixels[:, :, top : top + kept[0], left : left + kept[1]], format)
-
-
-def _resized(values: NDArray[Any], sides: tuple[int, ...], smooth: bool = True) -> Tensor:
-    """Return values [B, C, H, W] as float32 at other sides; without `smooth` by the nearest pixel."""
-    import torch
-    from torch.nn.functional import interpolate
-
-    floats = torch.from_numpy(np.ascontiguousarray(values)).float()
-    if smooth:
-        return interpolate(floats, sides, mode="bilinear", antialias=True, align_corners=False)
-    return interpolate(floats, sides, mode="nearest-exact")
 
 
 def join_columns(columns: Sequence[Column], format: ImageFormat) -> Column:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +20,14 @@ _VALUES_SUSPECTED = 2**22
 _BLOCK = 64  # images that are read at once
 
 
-def fit_values(dataset: Dataset) -> tuple[Dataset, list[str]]:
+def fit_values(
+    dataset: Dataset, on_suspect: Callable[[Suspect], None] = lambda suspect: None
+) -> tuple[Dataset, list[str]]:
     """Return the dataset with its value map fitted and its unknown values counted, and a line on each that is new.
 
-    Both are of all training images, or of evenly spread ones that have 17 million values in all. RequestError if a map
-    does not fit the values.
+    Both are of all training images, or of evenly spread ones that have 17 million values in all. `on_suspect` is called
+    with a number of them that may stand for unknown values, if none was named. RequestError if a map does not fit the
+    values.
     """
     settings = dataset.settings
     to_fit = settings.fitted_map and not settings.map_values
@@ -40,6 +44,8 @@ def fit_values(dataset: Dataset) -> tuple[Dataset, list[str]]:
         values[unknown] = np.nan
         settings = replace(settings, unknown_share=float(unknown.mean()), unknown_mask=mask_to_text(np.all(unknown, 0)))
         lines.append(_unknown_line(settings, unknown, of))
+    elif (suspect := suspect_unknown(values)) is not None:
+        on_suspect(suspect)
     if to_fit:
         maps = value_maps.fit(settings.fitted_map, values)
         ends = tuple(float(end(values[:, c])) for c in range(values.shape[1]) for end in (np.nanmin, np.nanmax))
@@ -49,9 +55,10 @@ def fit_values(dataset: Dataset) -> tuple[Dataset, list[str]]:
 
 
 def suspect_filler(dataset: Dataset) -> Suspect | None:
-    """Return the number that may stand for unknown values of the training images, if none was named; None without.
+    """Return the number that may stand for unknown values of a fitted dataset, if none was named; None without.
 
-    At most four million values are read. Only maps that are fitted to the values suffer from such a number.
+    At most four million values are read. Only maps that are fitted to the values suffer from such a number, of which
+    `fit_values` says it as it fits them.
     """
     settings = dataset.settings
     if not settings.fitted_map or settings.has_unknown or not len(dataset.train):

@@ -252,11 +252,10 @@ def _condition_tables(evaluation: Evaluation) -> list[str]:
 
 
 def _metric_row(one: MetricResult) -> tuple[str, ...]:
-    interval = "" if one.low is None or one.high is None else f"{one.low:.4g} to {one.high:.4g}"
     value, error = ("" if number is None else f"{number:.4g}" for number in (one.value, one.error))
     counts = (f"{one.n:,}", f"{one.n_reference:,}" if one.n_reference else "")
     features = "" if one.features == "none" else f"{one.features}, resize {one.resize}"
-    return one.metric, value or "refused", error, interval, real_text(one, 4), *counts, features
+    return one.metric, value or "refused", error, one.interval(), real_text(one, 4), *counts, features
 
 
 def _results(task: str, dataset: str, measured: Sequence[tuple[MetricResult, bool]]) -> list[dict[str, Any]]:

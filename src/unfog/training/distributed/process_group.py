@@ -94,7 +94,7 @@ class ProcessGroup:
         return ""
 
     def leave(self) -> None:
-        """Wait until all ranks are here, as the store may live in the first process, and destroy the group if any.
+        """Wait for all ranks, as the store may live in the first process, and destroy the group of torch, if any.
 
         Raises:
             LostProcess: the process of a rank has ended before it came here.

@@ -88,7 +88,7 @@ class Watchdog:
         self._at = (phase, step, time.monotonic())
 
     def find_ended(self) -> dict[int, Owner]:
-        """Return the owners, by rank, of the ranks of this machine whose processes have ended."""
+        """Return the ranks of this machine whose processes have ended, each with its owner."""
         if not self._owners:  # which all ranks publish as they begin, and never change
             keys = [f"owner/{rank}" for rank in range(self.size)]
             if not self._store.check(keys):
