@@ -25,7 +25,7 @@ import numpy as np
 from draw_pictures import CELL, GAP, INK, PAPER, PICTURES, ROOT, TOP
 from PIL import Image, ImageDraw, ImageFont
 from record_tutorials import COLUMNS, recorded, run, shorten
-from tutorial_images import SIDE, code_points, drawing_font, openmoji
+from tutorial_images import code_points, drawing, drawing_font, openmoji
 
 PAGE = ROOT / "docs" / "fix-it.md"
 COUNT, ACROSS = 8, 4  # images on each side of a picture, and those of a row
@@ -71,12 +71,10 @@ def words() -> Iterator[tuple[str, Image.Image]]:
 def faces() -> Iterator[tuple[str, Image.Image]]:
     """Yield the faces among the drawings, 16 pixels wide."""
     folder = openmoji()
+    font = drawing_font(folder)
     for code in code_points(folder):
         if any(low <= code <= high for low, high in FACES):
-            image = Image.new("RGB", (SIDE, SIDE), "white")
-            middle = (SIDE / 2, SIDE / 2)
-            ImageDraw.Draw(image).text(middle, chr(code), font=drawing_font(folder), embedded_color=True, anchor="mm")
-            yield f"{code:05x}", image.resize((16, 16), Image.Resampling.LANCZOS)
+            yield f"{code:05x}", drawing(code, font).resize((16, 16), Image.Resampling.LANCZOS)
 
 
 def masked() -> Iterator[tuple[str, Image.Image]]:

@@ -59,17 +59,21 @@ def drawing_font(folder: Path) -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(folder / "font" / "glyf_colr0.ttf", POINTS, layout_engine=ImageFont.Layout.BASIC)
 
 
+def drawing(code: int, font: ImageFont.FreeTypeFont) -> Image.Image:
+    """Return the drawing of a code point, in the middle of white."""
+    image, middle = Image.new("RGB", (SIDE, SIDE), "white"), (SIDE / 2, SIDE / 2)
+    ImageDraw.Draw(image).text(middle, chr(code), font=font, embedded_color=True, anchor="mm")
+    return image
+
+
 def write_drawings(out: Path) -> None:
-    """Write every n-th of the drawings, in the middle of white."""
+    """Write every n-th of the drawings."""
     folder = openmoji()
     font = drawing_font(folder)
     codes = list(code_points(folder))
     out.mkdir(parents=True, exist_ok=True)
     for index in np.linspace(0, len(codes) - 1, DRAWINGS).astype(int):
-        image = Image.new("RGB", (SIDE, SIDE), "white")
-        text = chr(codes[index])
-        ImageDraw.Draw(image).text((SIDE / 2, SIDE / 2), text, font=font, embedded_color=True, anchor="mm")
-        image.save(out / f"{codes[index]:05x}.png")
+        drawing(codes[index], font).save(out / f"{codes[index]:05x}.png")
 
 
 def textures(count: int = TEXTURES, seed: int = 0) -> np.ndarray:
